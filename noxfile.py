@@ -1,0 +1,256 @@
+"""What can be run on a checkout, and in which environment.
+
+Plain `nox` is the whole test command: lint, types, architecture, tests, docs. There are two
+environments, both made by this interpreter's own venv and pip (pip's configuration is how a CPU
+build of torch is found), and both pinned by requirements/dev.txt:
+
+    .nox/dev    every default session; genapi editable with its extras, torch, the tools
+    .nox/demo   the demo: genapi and what it runs on, no torch
+
+An environment is rebuilt when what it was made from has changed, and left alone otherwise.
+Real engines live in environments of their own, outside the checkout; see tests/engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "none"
+nox.options.error_on_external_run = False
+nox.options.sessions = ["lint", "types", "architecture", "tests", "docs"]
+
+ROOT = pathlib.Path(__file__).parent
+PINS = ROOT / "requirements" / "dev.txt"
+TOOLS = ROOT / "requirements" / "dev.in"
+
+NO_TORCH = """\
+no CPU build of torch was found for this Python.
+
+The tests need torch, pinned in requirements/dev.txt; on Linux the pin names the CPU build, so
+that pip stops here instead of fetching gigabytes of CUDA libraries. Tell pip where a CPU build
+is, then run the same command again:
+    PIP_FIND_LINKS=<directory that holds the wheel>          or
+    PIP_EXTRA_INDEX_URL=<PyTorch's own index of CPU builds>  or the same in pip's configuration.
+"""
+
+
+class BrokenEnvironmentError(Exception):
+    """An environment could not be made, or holds what it must not."""
+
+
+def call(*command: str, remedy: str) -> None:
+    """Run a command; raise with the remedy when it fails."""
+    if subprocess.run(command, check=False).returncode:
+        raise BrokenEnvironmentError(f"{' '.join(command)!r} failed: {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environment:
+    """One virtual environment: how it is made, and whether it is still what it should be."""
+
+    name: str
+    extras: tuple[str, ...] = ()
+    torch: bool = False
+    tools: bool = False
+    limit_mb: int
+
+    @property
+    def path(self) -> pathlib.Path:
+        """Where the environment is."""
+        return ROOT / ".nox" / self.name
+
+    def program(self, name: str) -> str:
+        """The path of one of the environment's programs."""
+        return str(self.path / "bin" / name)
+
+    def prepare(self) -> None:
+        """Make the environment unless it stands as it should; raise if it cannot be made."""
+        stamp = self.path / ".made-from"
+        if stamp.is_file() and stamp.read_text() == self._made_from():
+            return
+        print(f"nox > making {self.path.relative_to(ROOT)}; this takes a few minutes", flush=True)
+        call(sys.executable, "-m", "venv", "--clear", str(self.path), remedy="install venv")
+        if self.torch:
+            self._pip("install", "-c", str(PINS), "torch", remedy=NO_TORCH)
+        pinned = ("-r", str(PINS)) if self.tools else ("-c", str(PINS))
+        self._pip("install", *pinned, "-e", f"{ROOT}[{','.join(self.extras)}]")
+        self._inspect()
+        stamp.write_text(self._made_from())
+
+    def _made_from(self) -> str:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        inputs = (project["project"], project["build-system"], sys.version, str(ROOT), self)
+        return hashlib.sha256(repr(inputs).encode() + PINS.read_bytes()).hexdigest()
+
+    def _pip(self, *arguments: str, remedy: str = "see pip's message above") -> None:
+        pip = (self.program("python"), "-m", "pip", "--disable-pip-version-check")
+        call(*pip, arguments[0], "--quiet", *arguments[1:], remedy=remedy)
+
+    def _inspect(self) -> None:
+        files = (entry for entry in self.path.rglob("*") if not entry.is_symlink())
+        size_mb = sum(entry.stat().st_size for entry in files if entry.is_file()) // 10**6
+        print(f"nox > {self.path.relative_to(ROOT)} holds {size_mb} MB", flush=True)
+        if size_mb > self.limit_mb:
+            raise BrokenEnvironmentError(
+                f"{self.path} holds {size_mb} MB, more than {self.limit_mb}: look for a CUDA stack"
+            )
+        if self.torch:
+            cuda_free = "import sys, torch; sys.exit(torch.version.cuda is not None)"
+            call(self.program("python"), "-c", cuda_free, remedy="torch is a CUDA build")
+
+
+DEV = Environment(
+    name="dev", extras=("embedded", "testing", "torch"), torch=True, tools=True, limit_mb=2500
+)
+DEMO = Environment(name="demo", extras=("embedded",), limit_mb=400)
+ENGINES = ("torch", "vllm")  # the first has torch and nothing else: what engine_side may count on
+
+
+def engine_environment(name: str) -> pathlib.Path:
+    """Make the environment that a folder of tests/engines/kit describes, or find it made.
+
+    requirements.txt goes through pip's resolver; nodeps.txt holds packages whose own requirements
+    ask for builds that must not be here. genapi itself is installed anew each time, alone.
+    """
+    kit = ROOT / "tests" / "engines" / "kit" / name
+    lists = [path for path in (kit / "requirements.txt", kit / "nodeps.txt") if path.is_file()]
+    if name != "torch" and not lists:
+        raise BrokenEnvironmentError(f"{kit} says nothing about what to install")
+    torch = [line for line in PINS.read_bytes().splitlines() if line.startswith(b"torch==")]
+    inputs = (sys.version.encode(), *torch, *(path.read_bytes() for path in lists))
+    key = hashlib.sha256(b"\n".join(inputs)).hexdigest()[:16]
+    home = os.environ.get("GENAPI_ENGINES_HOME", "~/.cache/genapi/engines")
+    place = pathlib.Path(home).expanduser() / f"{name}-{key}"
+    pip = (str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet")
+    made = place / ".made"
+    if not made.is_file():
+        print(f"nox > making {place}; this takes a few minutes", flush=True)
+        call(sys.executable, "-m", "venv", "--clear", str(place), remedy="install venv")
+        call(*pip, "install", "-c", str(PINS), "torch", remedy=NO_TORCH)
+        for path in lists:
+            alone = ("--no-deps",) if path.stem == "nodeps" else ()
+            remedy = f"{name} cannot be installed here; see pip's message above"
+            call(*pip, "install", *alone, "-r", str(path), remedy=remedy)
+        made.touch()
+    anew = ("install", "--no-deps", "--force-reinstall")
+    call(*pip, *anew, str(ROOT), remedy="genapi cannot be built; see pip's message above")
+    return place
+
+
+@functools.cache
+def trouble(environment: Environment) -> str | None:
+    """Make the environment, once for all sessions of one command; say what went wrong."""
+    try:
+        environment.prepare()
+    except BrokenEnvironmentError as error:
+        return str(error)
+    return None
+
+
+def run(session: nox.Session, environment: Environment, program: str, *arguments: str) -> None:
+    """Run a program of an environment, made first where need be."""
+    if message := trouble(environment):
+        session.error(message)
+    session.run(environment.program(program), *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Check style and formatting; `-- --fix` repairs what can be repaired."""
+    fix = "--fix" in session.posargs
+    run(session, DEV, "ruff", "check", *(["--fix"] if fix else []), ".")
+    run(session, DEV, "ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Check the types of source and tests, call sites included."""
+    run(session, DEV, "mypy", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def architecture(session: nox.Session) -> None:
+    """Check the import contracts."""
+    run(session, DEV, "lint-imports", "--no-cache", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run every test that needs no real engine; arguments after `--` go to pytest."""
+    session.env.setdefault("HYPOTHESIS_PROFILE", os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    run(session, DEV, "python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Build the site into site/; `-- serve` shows it while it is being written."""
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    command = session.posargs or ["build", "--strict", "--quiet"]
+    run(session, DEV, "mkdocs", *command)
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Run the main job on the embedded engine; arguments after `--` go to the demo."""
+    run(session, DEMO, "python", "-m", "genapi.demo", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def engines(session: nox.Session) -> None:
+    """Install real engines and run the tests that need them; arguments after `--` go to pytest."""
+    try:
+        for name in ENGINES:
+            session.env[f"GENAPI_ENGINE_{name.upper()}"] = str(engine_environment(name))
+    except BrokenEnvironmentError as error:
+        session.error(str(error))
+    arguments = session.posargs or ["tests/engines"]
+    run(session, DEV, "python", "-m", "pytest", "-m", "engine", *arguments)
+
+
+@nox.session(venv_backend="none")
+def coverage(session: nox.Session) -> None:
+    """Run the tests under coverage and report the lines and branches they miss."""
+    run(session, DEV, "coverage", "run", "-m", "pytest", *session.posargs)
+    run(session, DEV, "coverage", "combine", "--quiet")
+    run(session, DEV, "coverage", "report")
+
+
+@nox.session(venv_backend="none")
+def changelog(session: nox.Session) -> None:
+    """Show the changelog as the fragments would make it; `-- build` writes it for a release."""
+    run(session, DEV, "towncrier", *(session.posargs or ["build", "--draft"]))
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Resolve requirements/dev.in and genapi's own requirements anew into requirements/dev.txt."""
+    place = ROOT / ".nox" / "lock"
+    shutil.rmtree(place, ignore_errors=True)
+    session.run(sys.executable, "-m", "venv", str(place), external=True)
+    pip = (str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
+    old = PINS.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in old if line.startswith(("#", "torch=="))]  # torch moves by hand
+    install = (*pip, "install", "--quiet", "--constraint")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:
+        constraint.write("\n".join(kept))
+        constraint.flush()
+        session.run(*install, constraint.name, "torch", external=True)
+        wanted = ("-r", str(TOOLS), "-e", f"{ROOT}[{','.join(DEV.extras)}]")
+        session.run(*install, constraint.name, *wanted, external=True)
+    freeze = (*pip, "freeze", "--exclude-editable")
+    found = str(session.run(*freeze, external=True, silent=True, stderr=None)).splitlines()
+    pins = [line for line in found if "==" in line and not line.startswith("torch==")]
+    PINS.write_text("\n".join([*kept, *sorted(pins, key=str.casefold), ""]), encoding="utf-8")
+    shutil.rmtree(place)
