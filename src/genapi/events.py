@@ -1,0 +1,92 @@
+"""What happened, as values. Lower layers tell it to one `observe(event)`; readers decide.
+
+No event carries a prompt, a token or a key.
+"""
+
+from collections.abc import Callable
+
+from genapi.types.base import Value
+from genapi.types.ids import WorkerId
+from genapi.types.policy import PolicyVersion
+
+__all__ = (
+    "AdminCalled",
+    "Event",
+    "Observe",
+    "PhaseEnded",
+    "PhaseStarted",
+    "RequestEnded",
+    "RequestRetried",
+    "SenderProgress",
+    "WorkerFenced",
+    "ignore",
+)
+
+
+class Event(Value):
+    """Base of all events."""
+
+
+class RequestRetried(Event):
+    """A generation is going to be sent again."""
+
+    request_id: str
+    attempt: int
+    error: str
+    wait_s: float
+
+
+class RequestEnded(Event):
+    """A generation ended, with or without a reply."""
+
+    request_id: str
+    worker: WorkerId | None
+    error: str | None
+    seconds: float
+
+
+class AdminCalled(Event):
+    """One administration call was answered or given up."""
+
+    worker: str
+    operation: str
+    seconds: float
+    error: str | None = None
+
+
+class PhaseStarted(Event):
+    """A publication entered a phase."""
+
+    version: PolicyVersion
+    phase: str
+
+
+class PhaseEnded(Event):
+    """A publication left a phase."""
+
+    version: PolicyVersion
+    phase: str
+    seconds: float
+
+
+class SenderProgress(Event):
+    """Weights were gathered or sent."""
+
+    version: PolicyVersion
+    what: str
+    bytes_done: int
+    bytes_total: int
+
+
+class WorkerFenced(Event):
+    """A worker gets no more traffic."""
+
+    worker: WorkerId
+    reason: str
+
+
+Observe = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """An observer that does nothing."""

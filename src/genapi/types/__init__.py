@@ -1,0 +1,1 @@
+"""Values that users hold. No I/O, no clock, no randomness."""

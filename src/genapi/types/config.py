@@ -1,0 +1,303 @@
+"""How a fleet is reached: `FleetConfig`, its target, keys, retries and time limits.
+
+The rule of this file: a configuration travels (pickle, JSON, TOML) and never carries a secret.
+Keys are references that are looked up where they are used.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
+
+from genapi.errors import ConfigError
+from genapi.types.base import Value
+from genapi.types.ids import Role
+from genapi.types.policy import RunName
+
+__all__ = (
+    "FleetConfig",
+    "Key",
+    "PublishTimeouts",
+    "RetryPolicy",
+    "Target",
+    "Topology",
+    "base_url",
+    "parse_target",
+)
+
+Seconds = Annotated[float, Field(gt=0)]
+_REFERENCES = ("env:", "file:")
+_MAX_PORT = 65535
+
+
+class Key:
+    """An API key: a reference (`env:NAME`, `file:PATH`) or a literal that never leaves memory.
+
+    Its repr never shows a literal; dumping or pickling a literal raises `ConfigError`.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        if "\n" in text or "\r" in text:
+            message = "an API key has a line break in it; strip it from the variable or file"
+            raise ConfigError(message)
+        self._text = text
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this names where the key is, instead of being it."""
+        return self._text.startswith(_REFERENCES)
+
+    @property
+    def reference(self) -> str:
+        """The reference.
+
+        Raises:
+            ConfigError: the key is a literal, which may not be written anywhere.
+        """
+        if not self.is_reference:
+            message = (
+                "a literal API key cannot be dumped or pickled; "
+                "configure a reference such as 'env:GENAPI_KEY' or 'file:/run/secrets/key'"
+            )
+            raise ConfigError(message)
+        return self._text
+
+    def reveal(self) -> str:
+        """The text as given: the reference, or the literal key."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Key({self._text!r})" if self.is_reference else "Key('**********')"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Key, (self.reference,)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def parse(value: Any) -> Key:
+            if isinstance(value, Key):
+                return value
+            if not isinstance(value, str):
+                message = f"a key is text or a reference, got {type(value).__name__}"
+                raise ValueError(message)  # noqa: TRY004 - pydantic wants ValueError
+            return cls(value)
+
+        return core_schema.no_info_plain_validator_function(
+            parse,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda key: key.reference
+            ),
+        )
+
+
+class Topology(Value):
+    """The exact workers a fleet has to have before it is ready; None = not checked.
+
+    Attributes:
+        workers: how many workers.
+        roles: how many of each role.
+        world_size: how many ranks all workers have together.
+    """
+
+    workers: Annotated[int, Field(ge=1)] | None = None
+    roles: Mapping[Role, int] | None = None
+    world_size: Annotated[int, Field(ge=1)] | None = None
+
+
+class RetryPolicy(Value):
+    """When a generation is sent again. Weight updates are never retried.
+
+    Attributes:
+        max_attempts: sendings in all, the first included.
+        backoff_s: first wait; doubles each time.
+        max_backoff_s: longest own wait.
+        jitter: fraction by which a wait is randomly shortened, 0 to 1.
+        max_retry_after_s: a server that asks for a longer wait is not asked again.
+        retry_lost_replies: send again when the request may have run (with a new wire id, after
+            the old one was aborted).
+    """
+
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    backoff_s: Seconds = 0.5
+    max_backoff_s: Seconds = 8.0
+    jitter: Annotated[float, Field(ge=0, le=1)] = 0.25
+    max_retry_after_s: Annotated[float, Field(ge=0)] = 120.0
+    retry_lost_replies: bool = True
+
+
+class PublishTimeouts(Value):
+    """Bounds of a publication's phases, in seconds."""
+
+    preflight_s: Seconds = 30.0
+    stage_s: Seconds = 600.0
+    group_s: Seconds = 60.0
+    pause_s: Seconds = 120.0
+    confirm_s: Seconds = 30.0
+    begin_s: Seconds = 60.0
+    transfer_s: Seconds = 600.0
+    finish_s: Seconds = 300.0
+    label_s: Seconds = 30.0
+    verify_s: Seconds = 30.0
+    resume_s: Seconds = 60.0
+    cleanup_s: Seconds = 15.0
+
+
+class Target(Value):
+    """A parsed target.
+
+    Attributes:
+        provider: which engine's protocol is spoken.
+        carrier: `http`, or `embedded` for engines inside this process.
+        requests: base URLs that requests go to.
+        workers: base URLs that administration goes to, in rank order; empty = discovered.
+        discovery: how workers are found when not listed: `dns:...`, `file:...`, `discover`.
+        routed: whether requests go to a router that is not itself a worker.
+        query: every query parameter as given.
+    """
+
+    provider: str
+    carrier: Literal["http", "embedded"] = "http"
+    requests: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    discovery: str | None = None
+    routed: bool = False
+    query: Mapping[str, str] = Field(default_factory=dict)
+
+
+def base_url(address: str, *, scheme: str) -> str:
+    """`scheme://host:port/prefix` of an address, without a trailing slash or `/v1`.
+
+    Raises:
+        ConfigError: no host, user info, a bad port, or a port that is missing.
+    """
+    text = address if "://" in address else f"{scheme}://{address}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        message = f"address {address!r} is not host:port ({error})"
+        raise ConfigError(message) from None
+    if not parts.hostname:
+        message = f"address {address!r} names no host; write host:port"
+        raise ConfigError(message)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        message = f"address of {parts.hostname!r} may not hold user info, a query or a fragment"
+        raise ConfigError(message)
+    if port is None or not 0 < port <= _MAX_PORT:
+        message = f"address {address!r} names no port; write {parts.hostname}:PORT"
+        raise ConfigError(message)
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return f"{parts.scheme}://{host}:{port}{path}"
+
+
+def _split(addresses: str, scheme: str) -> tuple[str, ...]:
+    urls = tuple(base_url(part.strip(), scheme=scheme) for part in addresses.split(",") if part.strip())
+    if len(set(urls)) != len(urls):
+        message = f"{addresses!r} names one address twice; every worker is listed once"
+        raise ConfigError(message)
+    return urls
+
+
+def parse_target(text: str) -> Target:
+    """The parts of a target such as `vllm://w1:8001,w2:8001` or `vllm://router:80?workers=...`.
+
+    Raises:
+        ConfigError: the target cannot be read; the message names the part and the remedy.
+    """
+    head, separator, rest = text.partition("://")
+    if not separator:
+        message = f"target {text!r} has no scheme; write for example vllm://127.0.0.1:8000"
+        raise ConfigError(message)
+    name, _, secure = head.partition("+")
+    if secure not in ("", "https", "http"):
+        message = f"target scheme {head!r} is not PROVIDER or PROVIDER+https"
+        raise ConfigError(message)
+    scheme = secure or "http"
+    addresses, _, query_text = rest.partition("?")
+    query = dict(parse_qsl(query_text, keep_blank_values=True, strict_parsing=bool(query_text)))
+    if name == "embedded":
+        return Target(provider=query.get("protocol", "vllm"), carrier="embedded", query=query)
+    requests = _split(unquote(addresses), scheme)
+    if not requests:
+        message = f"target {text!r} names no address; write {name}://HOST:PORT"
+        raise ConfigError(message)
+    workers = query.get("workers")
+    if workers is None:
+        return Target(provider=name, requests=requests, workers=requests, query=query)
+    if workers == "discover" or workers.startswith(("dns:", "file:")):
+        return Target(
+            provider=name, requests=requests, discovery=workers, routed=True, query=query
+        )
+    return Target(
+        provider=name,
+        requests=requests,
+        workers=_split(workers, scheme),
+        routed=True,
+        query=query,
+    )
+
+
+class FleetConfig(Value):
+    """Everything another process needs to reach the same fleet.
+
+    Attributes:
+        target: such as `vllm://w1:8001,w2:8001`.
+        model: the served model's name; None = the only one that the workers serve.
+        run: the training run whose versions count; None = taken from the first publication.
+        board: URL of the version board; None = none.
+        api_key: key of the request plane.
+        admin_api_key: key of the administration plane; without it `api_key` is used there, but
+            only towards an origin that also gets requests.
+        allowed_origins: further origins that may get the admin key.
+        discovery_url: where workers are listed, when it cannot be derived.
+        expect: the topology the fleet has to have.
+        max_in_flight: most requests at once from this process; None = no limit.
+        connect_timeout_s: bound on one TCP and TLS connect.
+        idle_timeout_s: longest silence between two chunks of a stream; None = none.
+        admin_timeout_s: bound on one read of the administration plane.
+        refresh_s: how long what is known of the workers stays good.
+        retry: when a generation is sent again.
+        strict: logprob holes, ignored options and raw scores at temperature != 1 are errors.
+    """
+
+    target: str
+    model: str | None = None
+    run: RunName | None = None
+    board: str | None = None
+    api_key: Key | None = None
+    admin_api_key: Key | None = None
+    allowed_origins: tuple[str, ...] = ()
+    discovery_url: str | None = None
+    expect: Topology | None = None
+    max_in_flight: Annotated[int, Field(ge=1)] | None = None
+    connect_timeout_s: Seconds = 30.0
+    idle_timeout_s: Seconds | None = None
+    admin_timeout_s: Seconds = 30.0
+    refresh_s: Seconds = 5.0
+    retry: RetryPolicy = RetryPolicy()
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        parse_target(self.target)
+        return self
+
+    @property
+    def parsed(self) -> Target:
+        """The target in parts."""
+        return parse_target(self.target)
