@@ -1,0 +1,1 @@
+"""Shapes of what goes over a wire, and decisions about it. No I/O."""

@@ -1,0 +1,91 @@
+"""One HTTP call and its answer as plain values, without any client's types."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from genapi.errors import ReplyError
+
+__all__ = ("HTTPCall", "HTTPReply", "json_body")
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder()
+
+
+def json_body(value: Any) -> bytes:
+    """`value` as JSON; refuses NaN and infinities by writing null, as msgspec does."""
+    return _encoder.encode(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HTTPCall:
+    """One call, relative to a base URL.
+
+    Attributes:
+        method: `GET` or `POST`.
+        path: absolute path below the base URL, such as `/inference/v1/generate`.
+        query: query parameters.
+        headers: headers besides content type and authorization.
+        body: a JSON document, or None.
+        attachment: what an in-process transport may hand over by reference; any other
+            transport refuses a call that has one.
+    """
+
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    attachment: object | None = None
+
+    def __str__(self) -> str:
+        query = "&".join(f"{k}={v}" for k, v in self.query.items())
+        return f"{self.method} {self.path}{'?' if query else ''}{query}"
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPReply:
+    """A complete answer.
+
+    Attributes:
+        status: HTTP status.
+        body: the whole body.
+        headers: by lower-case name.
+        url: where it came from, for messages.
+    """
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status < 300  # noqa: PLR2004 - the range is the definition
+
+    def json(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            ReplyError: the body is not JSON.
+        """
+        try:
+            return _decoder.decode(self.body)
+        except msgspec.DecodeError as error:
+            message = f"expected JSON from {self.url} (status {self.status}): {error}"
+            raise ReplyError(message, body=self.body, status=self.status, url=self.url) from None
+
+    def json_object(self) -> dict[str, Any]:
+        """The body as a JSON object.
+
+        Raises:
+            ReplyError: the body is something else.
+        """
+        value = self.json()
+        if not isinstance(value, dict):
+            message = f"expected a JSON object from {self.url} (status {self.status})"
+            raise ReplyError(message, body=self.body, status=self.status, url=self.url)
+        return value
