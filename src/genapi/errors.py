@@ -48,7 +48,9 @@ Phase = Literal["not_sent", "may_have_run", "answered"]
 _BODY_SHOWN = 200
 
 
-def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+def _rebuild(
+    cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
@@ -139,7 +141,7 @@ class ProviderError(GenAPIError):
         partial: tokens that had arrived before the error (a `GenerateResponse`), or None.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword for each fact about the answer
+    def __init__(
         self,
         message: str,
         *,
@@ -172,7 +174,10 @@ class AuthError(ProviderError):
 
 
 class NotReadyError(ProviderError):
-    """The peer is not serving now: starting, paused, asleep. `retry_after_s` as in OverloadedError."""
+    """The peer is not serving now: starting, paused, asleep.
+
+    `retry_after_s` is as in OverloadedError.
+    """
 
     retry_after_s: float | None = None
 

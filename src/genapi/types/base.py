@@ -82,9 +82,8 @@ class Value(BaseModel):
         return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
 
     def __hash__(self) -> int:
-        return hash(
-            (type(self), *(v.tobytes() if isinstance(v, np.ndarray) else v for v in self.__dict__.values()))
-        )
+        items = self.__dict__.values()
+        return hash((type(self), *(v.tobytes() if isinstance(v, np.ndarray) else v for v in items)))
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         super().__setstate__(state)

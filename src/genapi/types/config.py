@@ -85,9 +85,7 @@ class Key:
         return Key, (self.reference,)
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def parse(value: Any) -> Key:
             if isinstance(value, Key):
                 return value
@@ -182,23 +180,27 @@ def base_url(address: str, *, scheme: str) -> str:
     """`scheme://host:port/prefix` of an address, without a trailing slash or `/v1`.
 
     Raises:
-        ConfigError: no host, user info, a bad port, or a port that is missing.
+        ConfigError: not http(s), no host, user info, a bad port, or a port that is missing.
     """
     text = address if "://" in address else f"{scheme}://{address}"
+    shown = address.rpartition("@")[2]  # what stands before it may be a password
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        message = f"address {address!r} is not host:port ({error})"
+        message = f"address {shown!r} is not host:port ({error})"
         raise ConfigError(message) from None
+    if parts.scheme not in ("http", "https"):
+        message = f"address {shown!r} is not http or https; write host:port"
+        raise ConfigError(message)
     if not parts.hostname:
-        message = f"address {address!r} names no host; write host:port"
+        message = f"address {shown!r} names no host; write host:port"
         raise ConfigError(message)
     if parts.username or parts.password or parts.query or parts.fragment:
         message = f"address of {parts.hostname!r} may not hold user info, a query or a fragment"
         raise ConfigError(message)
     if port is None or not 0 < port <= _MAX_PORT:
-        message = f"address {address!r} names no port; write {parts.hostname}:PORT"
+        message = f"address {shown!r} names no port; write {parts.hostname}:PORT"
         raise ConfigError(message)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -206,7 +208,8 @@ def base_url(address: str, *, scheme: str) -> str:
 
 
 def _split(addresses: str, scheme: str) -> tuple[str, ...]:
-    urls = tuple(base_url(part.strip(), scheme=scheme) for part in addresses.split(",") if part.strip())
+    parts = [part.strip() for part in addresses.split(",")]
+    urls = tuple(base_url(part, scheme=scheme) for part in parts if part)
     if len(set(urls)) != len(urls):
         message = f"{addresses!r} names one address twice; every worker is listed once"
         raise ConfigError(message)
@@ -224,12 +227,12 @@ def parse_target(text: str) -> Target:
         message = f"target {text!r} has no scheme; write for example vllm://127.0.0.1:8000"
         raise ConfigError(message)
     name, _, secure = head.partition("+")
-    if secure not in ("", "https", "http"):
+    if not name or secure not in ("", "https", "http"):
         message = f"target scheme {head!r} is not PROVIDER or PROVIDER+https"
         raise ConfigError(message)
     scheme = secure or "http"
     addresses, _, query_text = rest.partition("?")
-    query = dict(parse_qsl(query_text, keep_blank_values=True, strict_parsing=bool(query_text)))
+    query = _query(query_text)
     if name == "embedded":
         return Target(provider=query.get("protocol", "vllm"), carrier="embedded", query=query)
     requests = _split(unquote(addresses), scheme)
@@ -240,16 +243,25 @@ def parse_target(text: str) -> Target:
     if workers is None:
         return Target(provider=name, requests=requests, workers=requests, query=query)
     if workers == "discover" or workers.startswith(("dns:", "file:")):
-        return Target(
-            provider=name, requests=requests, discovery=workers, routed=True, query=query
-        )
-    return Target(
-        provider=name,
-        requests=requests,
-        workers=_split(workers, scheme),
-        routed=True,
-        query=query,
-    )
+        return Target(provider=name, requests=requests, discovery=workers, routed=True, query=query)
+    listed = _split(workers, scheme)
+    if not listed:
+        message = f"workers={workers!r} names no address; write workers=HOST:PORT,..."
+        raise ConfigError(message)
+    return Target(provider=name, requests=requests, workers=listed, routed=True, query=query)
+
+
+def _query(text: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
+    except ValueError:
+        message = f"query {text!r} of the target is not name=value&..."
+        raise ConfigError(message) from None
+    query = dict(pairs)
+    if len(query) != len(pairs):
+        message = f"query {text!r} of the target names one parameter twice"
+        raise ConfigError(message)
+    return query
 
 
 class FleetConfig(Value):

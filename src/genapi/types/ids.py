@@ -24,7 +24,7 @@ def _checked(ids: Any) -> npt.NDArray[np.int32]:
         return _checked_array(ids)
     if isinstance(ids, str | bytes | dict) or not isinstance(ids, Iterable):
         message = f"token ids must be a sequence of ints, got {type(ids).__name__}"
-        raise ValueError(message)  # noqa: TRY004 - pydantic turns ValueError into ValidationError
+        raise ValueError(message)  # noqa: TRY004 - pydantic wants ValueError
     items = list(ids)
     kinds = set(map(type, items))
     if not kinds <= {int}:
@@ -34,7 +34,7 @@ def _checked(ids: Any) -> npt.NDArray[np.int32]:
                     f"token id at position {position} is {item!r} ({type(item).__name__}); "
                     "ids are whole numbers, pass ints"
                 )
-                raise ValueError(message)
+                raise ValueError(message)  # noqa: TRY004 - pydantic wants ValueError
     if items and (min(items) < 0 or max(items) > MAX_ID):
         position = next(i for i, item in enumerate(items) if not 0 <= item <= MAX_ID)
         message = f"token id at position {position} is {items[position]}; ids lie in 0..{MAX_ID}"
@@ -101,7 +101,7 @@ class TokenIds(Sequence[int]):
         return iter(self._array.tolist())
 
     def __contains__(self, item: object) -> bool:
-        return isinstance(item, int | np.integer) and bool(np.any(self._array == item))
+        return any(item == token for token in self._array.tolist())
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
@@ -126,7 +126,9 @@ class TokenIds(Sequence[int]):
         return TokenIds.of_array(np.concatenate((TokenIds(other)._array, self._array)))
 
     def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+        self,
+        dtype: npt.DTypeLike | None = None,
+        copy: bool | None = None,  # noqa: FBT001 - numpy's
     ) -> npt.NDArray[Any]:
         if dtype is None or np.dtype(dtype) == np.int32:
             return self._array.copy() if copy else self._array
@@ -147,9 +149,7 @@ class TokenIds(Sequence[int]):
         return ids
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             cls,
             serialization=core_schema.plain_serializer_function_ser_schema(
@@ -172,15 +172,11 @@ def _id_sequence(ids: Any) -> TokenIds:
     return ids if isinstance(ids, TokenIds) else TokenIds(ids)
 
 
-
-
 class _HoldsTokenIds:
     """Marks a field that is annotated with what users pass and holds `TokenIds`."""
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(TokenIds)
 
 
@@ -213,4 +209,5 @@ class WorkerId(Value):
     instance: str
 
     def __str__(self) -> str:
-        return "/".join(p for p in (self.provider, self.namespace, self.component, self.instance) if p)
+        parts = (self.provider, self.namespace, self.component, self.instance)
+        return "/".join(part for part in parts if part)

@@ -1,7 +1,7 @@
 """What a user asks for: `SamplingParams`, `GenerateRequest`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, SerializeAsAny, model_validator
 
@@ -99,7 +99,7 @@ class SamplingParams(Value):
 class ProviderOptions(Value):
     """Base of every provider's own request options (`genapi.providers.vllm.Options`)."""
 
-    provider: Literal["vllm", "sglang", "dynamo"] | str
+    provider: str
 
 
 class GenerateRequest(Value):

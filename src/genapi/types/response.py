@@ -108,7 +108,7 @@ class GenerateOutput(Value):
         """How many tokens have no usable log-probability though they were asked for."""
         if self.logprobs is None:
             return 0
-        return int((self.logprobs != self.logprobs).sum())  # noqa: PLR0124 - NaN
+        return int((self.logprobs != self.logprobs).sum())
 
 
 class Usage(Value):

@@ -18,7 +18,7 @@ Flow = Generator[HTTPCall | tuple[HTTPCall, ...], HTTPReply | tuple[HTTPReply, .
 
 
 def call(request: HTTPCall) -> Flow[HTTPReply]:
-    """`reply = yield from call(request)`: one call, one reply."""
+    """One call, one reply; written as `reply = yield from call(...)`."""
     reply = yield request
     if isinstance(reply, tuple):
         message = "a flow that yielded one call was sent several replies"
@@ -27,7 +27,7 @@ def call(request: HTTPCall) -> Flow[HTTPReply]:
 
 
 def calls(*requests: HTTPCall) -> Flow[tuple[HTTPReply, ...]]:
-    """`a, b = yield from calls(x, y)`: calls that may go at once, replies in their order."""
+    """Several calls that may go at once; replies come in their order."""
     replies = yield requests
     if not isinstance(replies, tuple) or len(replies) != len(requests):
         message = f"a flow that yielded {len(requests)} calls was sent {replies!r}"

@@ -10,6 +10,9 @@ from genapi.types.config import RetryPolicy
 
 __all__ = ("retry_after_s", "retry_wait_s")
 
+_DOUBLINGS = 62
+"""No wait doubles more often; keeps a wait of many attempts a number."""
+
 
 def retry_after_s(headers: Mapping[str, str], *, now: float) -> float | None:
     """The wait in seconds that a server asks for; None when it gives no usable one.
@@ -34,7 +37,7 @@ def retry_after_s(headers: Mapping[str, str], *, now: float) -> float | None:
 def _until(text: str, now: float) -> float:
     try:
         when = parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if when.tzinfo is None:
         when = when.replace(tzinfo=UTC)
@@ -64,5 +67,5 @@ def retry_wait_s(
         return None
     if asked is not None:
         return asked if asked <= policy.max_retry_after_s else None
-    wait = min(policy.backoff_s * 2.0 ** (attempt - 1), policy.max_backoff_s)
+    wait = min(policy.backoff_s * 2.0 ** min(attempt - 1, _DOUBLINGS), policy.max_backoff_s)
     return wait * (1 - policy.jitter * chance)
