@@ -1,0 +1,154 @@
+"""The state table of a publication: one row per phase, and nothing about how rows are run.
+
+The rule of this file: whatever decides the order of a publication is a row here. `transaction`
+walks the table, `publisher` carries out what a row asks, the docs draw their diagram from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from genapi.publication.evidence import Observed, Op
+
+__all__ = ("TABLE", "Act", "Phase", "Row", "Who", "mermaid")
+
+
+class Phase(StrEnum):
+    """Where a publication stands. The last three are its ends."""
+
+    PREFLIGHT = "preflight"
+    STAGE = "stage"
+    GROUP = "group"
+    PAUSE = "pause"
+    CONFIRM = "confirm"
+    HEAL = "heal"
+    BEGIN = "begin"
+    TRANSFER = "transfer"
+    FINISH = "finish"
+    LABEL = "label"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    RESUME = "resume"
+    PROBE = "probe"
+    OPEN = "open"
+    CLOSE = "close"
+    EXAMINE = "examine"
+    RELEASE = "release"
+    DONE = "done"
+    RELEASED = "released"
+    HELD = "held"
+
+
+class Act(StrEnum):
+    """What the publisher does itself while workers are asked."""
+
+    STAGE = "stage"
+    JOIN = "join"
+    SEND = "send"
+    COMMIT = "commit"
+    OPEN = "open"
+
+
+class Who(StrEnum):
+    """Which workers a row asks."""
+
+    ALL = "all"
+    UNJOINED = "unjoined"
+    """All, when the group does not stand yet."""
+    BROKEN = "broken"
+    """Those whose last publication left a session to be closed first."""
+    UNLABELLED = "unlabelled"
+    """All, when FINISH did not carry the label."""
+    IN_SESSION = "in_session"
+    """Those that were asked to begin and are not known to have finished or died."""
+    BEGUN = "begun"
+    """Those that were asked to begin and are not dead."""
+    PAUSED_CLEAN = "paused_clean"
+    """Those that answered the pause, were never asked to begin and were not fenced before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One phase.
+
+    Attributes:
+        ask: the operation asked of workers; None = nothing.
+        who: which workers are asked.
+        act: what the publisher does meanwhile; None = nothing.
+        then: the next phase when everything asked was done.
+        otherwise: the next phase when something failed or the caller cancelled.
+        tolerates: answers that are no failure here, because a later row decides.
+        retries: whether an unanswered operation may be asked again.
+        cut: whether a cancellation cuts waiting short here. Where it is false the phase runs to
+            its own end (bounded), because stopping would leave more unknown than going on.
+    """
+
+    then: Phase
+    otherwise: Phase
+    ask: Op | None = None
+    who: Who = Who.ALL
+    act: Act | None = None
+    tolerates: frozenset[Observed] = frozenset()
+    retries: bool = False
+    cut: bool = True
+
+
+_LOST = frozenset({Observed.LOST})
+
+TABLE: Mapping[Phase, Row] = MappingProxyType(
+    {
+        # Nothing is touched before every worker can take part.
+        Phase.PREFLIGHT: Row(Phase.STAGE, Phase.RELEASED, ask=Op.INSPECT, retries=True),
+        Phase.STAGE: Row(Phase.GROUP, Phase.RELEASED, act=Act.STAGE),
+        Phase.GROUP: Row(Phase.PAUSE, Phase.RELEASED, ask=Op.JOIN, who=Who.UNJOINED, act=Act.JOIN),
+        Phase.PAUSE: Row(Phase.CONFIRM, Phase.RELEASE, ask=Op.PAUSE, retries=True),
+        Phase.CONFIRM: Row(Phase.HEAL, Phase.RELEASE, ask=Op.CONFIRM, retries=True),
+        Phase.HEAL: Row(Phase.BEGIN, Phase.RELEASE, ask=Op.HEAL, who=Who.BROKEN),
+        # From here on nobody resumes without proof.
+        Phase.BEGIN: Row(Phase.TRANSFER, Phase.CLOSE, ask=Op.BEGIN),
+        # A lost reply goes on to FINISH, whose answer decides, if the sender knows that every
+        # worker took the bucket.
+        Phase.TRANSFER: Row(
+            Phase.FINISH, Phase.CLOSE, ask=Op.UPDATE, act=Act.SEND, tolerates=_LOST
+        ),
+        Phase.FINISH: Row(Phase.LABEL, Phase.EXAMINE, ask=Op.FINISH, tolerates=_LOST, cut=False),
+        Phase.LABEL: Row(
+            Phase.VERIFY,
+            Phase.EXAMINE,
+            ask=Op.LABEL,
+            who=Who.UNLABELLED,
+            tolerates=_LOST,
+            cut=False,
+        ),
+        Phase.VERIFY: Row(Phase.COMMIT, Phase.HELD, ask=Op.READ, retries=True, cut=False),
+        Phase.COMMIT: Row(Phase.RESUME, Phase.HELD, act=Act.COMMIT, cut=False),
+        Phase.RESUME: Row(Phase.PROBE, Phase.OPEN, ask=Op.RESUME, retries=True, cut=False),
+        Phase.PROBE: Row(Phase.OPEN, Phase.OPEN, cut=False),
+        Phase.OPEN: Row(Phase.DONE, Phase.DONE, act=Act.OPEN, cut=False),
+        # Ways out after a failure.
+        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.IN_SESSION, cut=False),
+        Phase.EXAMINE: Row(
+            Phase.HELD, Phase.HELD, ask=Op.READ, who=Who.BEGUN, retries=True, cut=False
+        ),
+        Phase.RELEASE: Row(
+            Phase.RELEASED,
+            Phase.RELEASED,
+            ask=Op.RESUME,
+            who=Who.PAUSED_CLEAN,
+            retries=True,
+            cut=False,
+        ),
+    }
+)
+
+
+def mermaid() -> str:
+    """The table as a Mermaid state diagram: solid words for success, `fails` for failure."""
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.PREFLIGHT}"]
+    for phase, row in TABLE.items():
+        lines.append(f"    {phase} --> {row.then}")
+        if row.otherwise is not row.then:
+            lines.append(f"    {phase} --> {row.otherwise}: fails")
+    lines += [f"    {end} --> [*]" for end in (Phase.DONE, Phase.RELEASED, Phase.HELD)]
+    return "\n".join(lines)

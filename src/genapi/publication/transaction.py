@@ -1,0 +1,366 @@
+"""One publication as a value: events in, commands out.
+
+The rule of this file: no I/O, no clock, no waiting. `advance` walks `TABLE`; what a worker's
+answers prove comes from the provider's verdicts; `conclude` and `fence` say where a publication
+left each worker.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.table import TABLE, Act, Phase, Row, Who
+from genapi.types.ids import WorkerId
+from genapi.types.worker import Evidence, Fence, FenceStrength, Outcome, Recovery
+
+__all__ = (
+    "Abandon",
+    "ActDone",
+    "ActFailed",
+    "Acted",
+    "Answered",
+    "Ask",
+    "Cancelled",
+    "Command",
+    "Cut",
+    "Event",
+    "Progress",
+    "Transaction",
+    "advance",
+    "begin",
+    "conclude",
+    "fence",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A worker answered, or its answer was given up."""
+
+    worker: WorkerId
+    op: Op
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class ActDone:
+    """The publisher did its part; `more` = another bucket follows."""
+
+    act: Act
+    more: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ActFailed:
+    """The publisher's part failed."""
+
+    act: Act
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The caller does not want the publication any more."""
+
+
+Event = Answered | ActDone | ActFailed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask one worker; answered by `Answered`."""
+
+    worker: WorkerId
+    op: Op
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """Do the publisher's own part; answered by `ActDone` or `ActFailed`."""
+
+    act: Act
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Destroy the trainer's end of the transfer now, so that receivers fail at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Give up what is being waited for; every open call is then `Answered` as LOST."""
+
+
+Command = Ask | Acted | Abandon | Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one worker was asked and what came back.
+
+    Attributes:
+        asked: operations it was asked, in order.
+        answers: the last answer to each operation.
+        failure: the first answer that was not what the row needed.
+        fence: the fence it had at the start.
+    """
+
+    asked: tuple[Op, ...] = ()
+    answers: Mapping[Op, Answer] = field(default_factory=dict)
+    failure: tuple[Op, Answer] | None = None
+    fence: Fence | None = None
+
+    def did(self, op: Op) -> bool:
+        """Whether it answered that it did `op`."""
+        answer = self.answers.get(op)
+        return answer is not None and answer.done
+
+    @property
+    def dead(self) -> bool:
+        """Whether any answer shows that the engine is gone."""
+        return any(a.observed is Observed.DEAD for a in self.answers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """A publication at one moment.
+
+    Attributes:
+        label: the label that proves this attempt.
+        workers: what happened to each, in rank order.
+        join: whether the group has to be built first.
+        finish_sets_label: whether FINISH carries the label.
+        acknowledged: whether a finished SEND proves that every worker took the bucket.
+        phase: where it stands.
+        waiting: calls not answered yet.
+        acting: the publisher's own part that is not done yet.
+        more: whether another bucket follows the one being sent.
+        updates: how many buckets were begun.
+        failed: whether it can no longer commit.
+        abandoned: whether the sender's end is destroyed.
+        committed: whether every worker was proved to hold the version.
+        error: the first failure, in words.
+    """
+
+    label: str
+    workers: Mapping[WorkerId, Progress]
+    join: bool = True
+    finish_sets_label: bool = True
+    acknowledged: bool = False
+    phase: Phase = Phase.PREFLIGHT
+    waiting: frozenset[tuple[WorkerId, Op]] = frozenset()
+    acting: Act | None = None
+    more: bool = False
+    updates: int = 0
+    failed: bool = False
+    abandoned: bool = False
+    committed: bool = False
+    error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.phase in (Phase.DONE, Phase.RELEASED, Phase.HELD)
+
+    @property
+    def row(self) -> Row:
+        """The row of the present phase."""
+        return TABLE[self.phase]
+
+
+Step = tuple[Transaction, tuple[Command, ...]]
+
+
+def begin(tx: Transaction) -> Step:
+    """Enter the first phase."""
+    return _enter(tx, tx.phase, ())
+
+
+def advance(tx: Transaction, event: Event) -> Step:
+    """The transaction after one event, and what has to be done next.
+
+    Raises:
+        ValueError: nobody waits for this event; the driver is wrong.
+    """
+    if tx.ended:
+        message = f"the publication has ended ({tx.phase}); got {event}"
+        raise ValueError(message)
+    commands: tuple[Command, ...] = ()
+    match event:
+        case Answered(worker, op, answer):
+            tx, commands = _answered(tx, worker, op, answer)
+        case ActDone(act, more):
+            tx = replace(_acted(tx, act), more=more)
+        case ActFailed(act, error):
+            tx, commands = _fail(_acted(tx, act), f"{act}: {error}")
+        case Cancelled():
+            tx, commands = _fail(tx, "cancelled") if tx.row.cut else (tx, ())
+            commands = (*commands, Cut()) if tx.row.cut else ()
+    if tx.waiting or tx.acting is not None:
+        return tx, commands
+    return _leave(tx, commands)
+
+
+def _acted(tx: Transaction, act: Act) -> Transaction:
+    if tx.acting is not act:
+        message = f"nobody waits for {act}"
+        raise ValueError(message)
+    return replace(tx, acting=None)
+
+
+def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step:
+    if (worker, op) not in tx.waiting:
+        message = f"nobody waits for {op} of {worker}"
+        raise ValueError(message)
+    before = tx.workers[worker]
+    if op is Op.READ and tx.phase is Phase.VERIFY and answer.done:
+        answer = _checked_label(tx, answer)
+    fails = not answer.done and not _tolerated(tx, answer)
+    progress = replace(
+        before,
+        answers={**before.answers, op: answer},
+        failure=before.failure or ((op, answer) if fails else None),
+    )
+    tx = replace(
+        tx,
+        workers={**tx.workers, worker: progress},
+        waiting=tx.waiting - {(worker, op)},
+    )
+    if not fails:
+        return tx, ()
+    return _fail(tx, f"{op} on {worker}: {answer.observed}: {answer.detail}")
+
+
+def _checked_label(tx: Transaction, answer: Answer) -> Answer:
+    if answer.facts.get("label") == tx.label:
+        return answer
+    detail = f"label read back is {answer.facts.get('label')!r}, expected {tx.label!r}"
+    return replace(answer, observed=Observed.REFUSED, detail=detail)
+
+
+def _tolerated(tx: Transaction, answer: Answer) -> bool:
+    if answer.observed not in tx.row.tolerates:
+        return False
+    return tx.phase is not Phase.TRANSFER or (tx.acknowledged and not tx.failed)
+
+
+def _fail(tx: Transaction, error: str) -> Step:
+    tx = replace(tx, failed=True, error=tx.error or error)
+    if tx.row.act in (Act.JOIN, Act.SEND) and not tx.abandoned:
+        return replace(tx, abandoned=True), (Abandon(),)
+    return tx, ()
+
+
+def _leave(tx: Transaction, commands: tuple[Command, ...]) -> Step:
+    if tx.phase is Phase.COMMIT and not tx.failed:
+        tx = replace(tx, committed=True)
+    if tx.phase is Phase.TRANSFER and tx.more and not tx.failed:
+        return _enter(tx, Phase.TRANSFER, commands)
+    return _enter(tx, tx.row.otherwise if tx.failed else tx.row.then, commands)
+
+
+def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step:
+    tx = replace(tx, phase=phase)
+    if tx.ended:
+        return tx, commands
+    row = tx.row
+    asked = [w for w, p in tx.workers.items() if row.ask and _is_asked(tx, p, row.who)]
+    act = row.act if row.act is not Act.JOIN or tx.join else None
+    op = row.ask
+    if op is not None:
+        workers = {
+            w: replace(p, asked=(*p.asked, op)) if w in asked else p for w, p in tx.workers.items()
+        }
+        tx = replace(tx, workers=workers, waiting=frozenset((w, op) for w in asked))
+        commands = (*commands, *(Ask(w, op) for w in asked))
+    if phase is Phase.TRANSFER:
+        tx = replace(tx, updates=tx.updates + 1, more=False)
+    if act is not None:
+        tx = replace(tx, acting=act)
+        commands = (*commands, Acted(act))
+    if not asked and act is None:
+        return _leave(tx, commands)
+    return tx, commands
+
+
+def _is_asked(tx: Transaction, progress: Progress, who: Who) -> bool:
+    begun = Op.BEGIN in progress.asked
+    match who:
+        case Who.ALL:
+            return True
+        case Who.UNJOINED:
+            return tx.join
+        case Who.BROKEN:
+            was = progress.fence
+            return was is not None and was.recovery is Recovery.CLOSE_THEN_REPUBLISH
+        case Who.UNLABELLED:
+            return not tx.finish_sets_label
+        case Who.IN_SESSION:
+            return begun and not progress.did(Op.FINISH) and not progress.dead
+        case Who.BEGUN:
+            return begun and not progress.dead
+        case Who.PAUSED_CLEAN:
+            return progress.did(Op.PAUSE) and not begun and progress.fence is None
+
+
+def conclude(
+    tx: Transaction, progress: Progress, verdicts: Mapping[tuple[Op, Observed], Verdict]
+) -> Verdict:
+    """What is proved of one worker at the end, from its answers alone."""
+    if Op.BEGIN not in progress.asked:
+        if progress.dead:
+            return Verdict(Outcome.UNTOUCHED, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
+        recovery = _recovery_of_untouched(progress)
+        return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, recovery)
+    read = progress.answers.get(Op.READ)
+    if read is not None and read.facts.get("label") == tx.label:
+        return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, None)
+    if progress.dead:
+        return Verdict(Outcome.UNKNOWN, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
+    if progress.failure is not None:
+        op, answer = progress.failure
+        known = verdicts.get((op, answer.observed))
+        if known is not None:
+            return known
+    if progress.did(Op.CLOSE):
+        if Op.UPDATE not in progress.asked:
+            return Verdict(Outcome.UNTOUCHED, Evidence.SESSION_CLOSED_EMPTY, Recovery.REPUBLISH)
+        return Verdict(Outcome.DIRTY, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
+    evidence = Evidence.NO_ANSWER if read is None or not read.facts else Evidence.OTHER_LABEL
+    return Verdict(Outcome.UNKNOWN, evidence, Recovery.CLOSE_THEN_REPUBLISH)
+
+
+def _recovery_of_untouched(progress: Progress) -> Recovery | None:
+    if progress.fence is not None:
+        return progress.fence.recovery
+    if Op.PAUSE in progress.asked and not progress.did(Op.RESUME):
+        return Recovery.REPUBLISH
+    return None
+
+
+def fence(tx: Transaction, progress: Progress, verdict: Verdict) -> Fence | None:
+    """The fence one worker has at the end; None = it may get traffic."""
+    reason = tx.error or "the publication did not commit"
+    if progress.failure is not None:
+        op, answer = progress.failure
+        reason = f"{op}: {answer.observed}: {answer.detail}".rstrip(": ")
+    if tx.committed and verdict.outcome is Outcome.COMMITTED:
+        if progress.did(Op.RESUME):
+            return None
+        return Fence(strength=FenceStrength.PAUSED, reason=reason, recovery=Recovery.REPUBLISH)
+    if verdict.evidence is Evidence.DEAD:
+        return Fence(
+            strength=FenceStrength.DEAD, reason=reason, recovery=Recovery.RESTART_THEN_PUBLISH
+        )
+    if Op.BEGIN not in progress.asked:
+        recovery = verdict.recovery
+        if recovery is None:
+            return None
+        return progress.fence or Fence(
+            strength=FenceStrength.CLIENT, reason=reason, recovery=recovery
+        )
+    return Fence(
+        strength=FenceStrength.PAUSED,
+        reason=reason,
+        recovery=verdict.recovery or Recovery.REPUBLISH,
+    )
