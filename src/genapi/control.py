@@ -1,0 +1,178 @@
+"""The administration plane: runs a provider's flows against workers, one or many at once.
+
+The rule of this file: nothing here sends a call again, and nothing hides that a call may have run.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+import anyio
+
+from genapi.errors import GenAPIError, TransportError
+from genapi.events import AdminCalled, Observe
+from genapi.transports.base import Transport
+from genapi.wire.flow import Flow
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = ("Control", "fan_out", "run_flow")
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+_Step = HTTPCall | tuple[HTTPCall, ...]
+_Answer = HTTPReply | tuple[HTTPReply, ...]
+
+
+class Control:
+    """Runs flows over one transport.
+
+    Args:
+        transport: what carries the calls.
+        headers: the headers that go to an address, credentials included.
+        observe: told of every flow that ended.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        headers: Callable[[str], Mapping[str, str]],
+        observe: Observe,
+    ) -> None:
+        self._transport = transport
+        self._headers = headers
+        self.observe = observe
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the workers are objects in this process."""
+        return self._transport.in_process
+
+    async def run(self, url: str, flow: Flow[T], *, operation: str, timeout_s: float) -> T:
+        """The result of `flow` against the worker at `url`; see `run_flow`."""
+        return await run_flow(
+            flow,
+            self._transport,
+            url,
+            headers=self._headers(url),
+            timeout_s=timeout_s,
+            observe=self.observe,
+            operation=operation,
+        )
+
+
+async def run_flow(
+    flow: Flow[T],
+    transport: Transport,
+    base_url: str,
+    *,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    observe: Observe,
+    operation: str,
+) -> T:
+    """The result of `flow`, whose calls go to `base_url` with `headers`.
+
+    Calls that are yielded together are sent together. One deadline bounds the whole flow. A call
+    without an answer is thrown into the flow as its `TransportError`; when the time is up the flow
+    is thrown one too, and may still return, but is sent nothing more. Of several lost calls the
+    flow learns of one that may have run, if there is any.
+
+    Raises:
+        TransportError: the flow did not handle it, or the time was up. Its phase is `not_sent` only
+            when no call of the flow was begun.
+    """
+    started = time.monotonic()
+    send = partial(_send, transport, base_url, headers)
+    failure: str | None = "cancelled"
+    try:
+        result = await _within(timeout_s, flow, send, what=f"{operation} on {base_url}")
+        failure = None
+    except Exception as error:
+        failure = str(error)
+        raise
+    finally:
+        flow.close()
+        seconds = time.monotonic() - started
+        observe(AdminCalled(worker=base_url, operation=operation, seconds=seconds, error=failure))
+    return result
+
+
+async def fan_out(calls: Mapping[K, Callable[[], Awaitable[T]]]) -> dict[K, T | GenAPIError]:
+    """What each call returned or failed with, in the order of `calls`.
+
+    Every call is awaited to its end whatever happens to the others. Cancelling the caller cancels
+    all of them. An error that is not genapi's is raised, once all have ended.
+    """
+    results: dict[K, T | GenAPIError] = {}
+    bugs: list[Exception] = []
+
+    async def one(key: K, call: Callable[[], Awaitable[T]]) -> None:
+        try:
+            results[key] = await call()
+        except GenAPIError as error:
+            results[key] = error
+        # A mistake in one call must not cut off its siblings in the middle of an update.
+        except Exception as error:  # noqa: BLE001
+            bugs.append(error)
+
+    async with anyio.create_task_group() as group:
+        for key, call in calls.items():
+            group.start_soon(one, key, call)
+    if bugs:
+        raise bugs[0] if len(bugs) == 1 else ExceptionGroup("several calls failed", bugs)
+    return {key: results[key] for key in calls}
+
+
+async def _within(
+    timeout_s: float, flow: Flow[T], send: Callable[[_Step], Awaitable[_Answer]], *, what: str
+) -> T:
+    step: _Step = ()
+    begun = False
+    try:
+        with anyio.move_on_after(timeout_s) as scope:
+            step = next(flow)
+            while anyio.current_time() < scope.deadline:
+                begun = True
+                try:
+                    answer = await send(step)
+                except TransportError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(answer)
+        late = _out_of_time(what, timeout_s, step, begun=begun)
+        flow.throw(late)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise late
+
+
+def _out_of_time(what: str, timeout_s: float, step: _Step, *, begun: bool) -> TransportError:
+    calls = (step,) if isinstance(step, HTTPCall) else step
+    waiting = " and ".join(f"{call.method} {call.path}" for call in calls)
+    end = "it may have been acted on" if begun else "nothing was sent"
+    return TransportError(
+        f"{what}: no answer to {waiting} within {timeout_s:g} s; {end}",
+        phase="may_have_run" if begun else "not_sent",
+    )
+
+
+async def _send(
+    transport: Transport, base_url: str, headers: Mapping[str, str], step: _Step
+) -> _Answer:
+    if isinstance(step, HTTPCall):
+        return await transport.send(base_url, step, headers=headers)
+    outcomes = await fan_out(
+        {i: partial(transport.send, base_url, call, headers=headers) for i, call in enumerate(step)}
+    )
+    lost = [error for error in outcomes.values() if isinstance(error, GenAPIError)]
+    if lost:
+        raise min(lost, key=_is_not_sent)
+    return tuple(reply for reply in outcomes.values() if isinstance(reply, HTTPReply))
+
+
+def _is_not_sent(error: GenAPIError) -> bool:
+    return isinstance(error, TransportError) and error.phase == "not_sent"

@@ -1,0 +1,180 @@
+"""Which key goes where, and where keys are read from.
+
+A key is given to an origin, never to whoever answers:
+
+    address asked            keys configured       what it gets
+    requests go there        api_key               api_key
+    administration, the      admin_api_key         admin_api_key
+    origin of requests       api_key only          api_key
+    administration, any      admin_api_key         admin_api_key
+    other origin             api_key only          api_key if in allowed_origins, else nothing
+
+A reference to a variable that is unset or blank means no key, and then no Authorization header at
+all. A file that is named has to be there; a blank one means no key.
+The rule of this file: a key leaves it as a header and in no other way.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, NoReturn, Self
+
+from genapi.errors import ConfigError
+from genapi.types.config import FleetConfig, Key
+from genapi.wire.origin import is_loopback, origin
+
+__all__ = ("Credentials", "Grant", "admin_grant", "data_grant", "resolve")
+
+Grant = Literal["data", "admin"]
+"""Which of the two keys an address gets."""
+
+_log = logging.getLogger(__name__)
+_IN_PROCESS = "memory://"
+
+
+def data_grant(
+    url: str, *, request_origins: Iterable[str], allowed_origins: Iterable[str]
+) -> Grant | None:
+    """Which key a request to `url` carries; None = none."""
+    return "data" if origin(url) in {*request_origins, *allowed_origins} else None
+
+
+def admin_grant(
+    url: str,
+    *,
+    request_origins: Iterable[str],
+    allowed_origins: Iterable[str],
+    has_admin_key: bool,
+) -> Grant | None:
+    """Which key an administration call to `url` carries; None = none.
+
+    Args:
+        url: where the call goes.
+        request_origins: where requests go.
+        allowed_origins: further origins that the user trusts with the data key.
+        has_admin_key: whether there is a key for administration alone.
+    """
+    if has_admin_key:
+        return "admin"
+    return data_grant(url, request_origins=request_origins, allowed_origins=allowed_origins)
+
+
+def resolve(key: Key | None, *, environment: Mapping[str, str]) -> str | None:
+    """The key itself; None when there is none to send.
+
+    Raises:
+        ConfigError: a file that cannot be read, a line break or another character that a header
+            cannot carry. The message names the reference, never the key.
+    """
+    if key is None:
+        return None
+    text = key.reveal()
+    if key.is_reference:
+        kind, _, name = text.partition(":")
+        if not name:
+            raise ConfigError(f"{key!r} names nothing; write {kind}:NAME")
+        text = environment.get(name, "") if kind == "env" else _file_text(key, name)
+    if not text.strip():
+        return None
+    text = text.strip(" \t")
+    if not (text.isascii() and text.isprintable()):
+        raise ConfigError(
+            f"{key!r} holds a line break or another character that a header cannot carry"
+        )
+    return text
+
+
+def _file_text(key: Key, path: str) -> str:
+    # A text file ends in a line feed; a line break anywhere else is a mistake.
+    try:
+        return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{key!r} cannot be read: {reason}") from None
+
+
+class Credentials:
+    """The keys of one fleet, read once, and the headers that carry them.
+
+    Refuses to be pickled; its repr shows no key.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_key: str | None = None,
+        admin_key: str | None = None,
+        request_origins: Iterable[str] = (),
+        allowed_origins: Iterable[str] = (),
+    ) -> None:
+        self._keys: dict[Grant, str | None] = {"data": data_key, "admin": admin_key}
+        self._request_origins = frozenset(request_origins)
+        self._allowed_origins = frozenset(allowed_origins)
+        self._warned = False
+
+    @classmethod
+    def of(cls, config: FleetConfig, *, environment: Mapping[str, str] | None = None) -> Self:
+        """The credentials that a configuration refers to, looked up now.
+
+        Raises:
+            ConfigError: a key that cannot be used, or an allowed origin that is none.
+        """
+        found = os.environ if environment is None else environment
+        return cls(
+            data_key=resolve(config.api_key, environment=found),
+            admin_key=resolve(config.admin_api_key, environment=found),
+            request_origins=map(origin, config.parsed.requests),
+            allowed_origins=map(origin, config.allowed_origins),
+        )
+
+    def data_headers(self, url: str) -> dict[str, str]:
+        """The headers that a request to `url` carries."""
+        if url.startswith(_IN_PROCESS):
+            return self._headers("data")
+        return self._headers(
+            data_grant(
+                url, request_origins=self._request_origins, allowed_origins=self._allowed_origins
+            )
+        )
+
+    def admin_headers(self, url: str) -> dict[str, str]:
+        """The headers that an administration call to `url` carries.
+
+        The first time a key goes to another host unencrypted there is a warning, unless the origin
+        is in `allowed_origins`.
+        """
+        has_admin_key = self._keys["admin"] is not None
+        if url.startswith(_IN_PROCESS):
+            return self._headers("admin" if has_admin_key else "data")
+        headers = self._headers(
+            admin_grant(
+                url,
+                request_origins=self._request_origins,
+                allowed_origins=self._allowed_origins,
+                has_admin_key=has_admin_key,
+            )
+        )
+        if headers and not self._warned and self._is_exposed(url):
+            self._warned = True
+            _log.warning(
+                "a key goes unencrypted to %s for administration; use https, or name the origin in "
+                "allowed_origins to accept this",
+                origin(url),
+            )
+        return headers
+
+    def _is_exposed(self, url: str) -> bool:
+        plain = url.startswith("http://") and not is_loopback(url)
+        return plain and origin(url) not in self._allowed_origins
+
+    def _headers(self, grant: Grant | None) -> dict[str, str]:
+        key = None if grant is None else self._keys[grant]
+        return {} if key is None else {"authorization": f"Bearer {key}"}
+
+    def __repr__(self) -> str:
+        held = " and ".join(name for name, key in self._keys.items() if key is not None)
+        return f"Credentials({held or 'no'} key)"
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("credentials cannot be pickled; send fleet.config and open it there")

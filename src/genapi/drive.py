@@ -1,0 +1,420 @@
+"""Runs one publication: what the table asks is sent, bounded, and told back to the table.
+
+The rule of this file: no decision about order or proof is taken here. The transaction runs in a
+shielded task of its own, so that a cancellation is an event of the table and not an accident.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from genapi.errors import GenAPIError, ReplyError, TransportError
+from genapi.events import Observe, PhaseEnded, PhaseStarted, SenderProgress
+from genapi.fleet import Fleet
+from genapi.membership import Member
+from genapi.providers.base import Admin
+from genapi.publication.evidence import Answer, Observed, Op
+from genapi.publication.plan import PausePlan
+from genapi.publication.ranks import RankPlan
+from genapi.publication.table import Act
+from genapi.publication.transaction import (
+    Abandon,
+    ActDone,
+    Acted,
+    ActFailed,
+    Answered,
+    Ask,
+    Cancelled,
+    Command,
+    Cut,
+    Event,
+    Transaction,
+    advance,
+    begin,
+)
+from genapi.types.config import PublishTimeouts
+from genapi.types.ids import WorkerId
+from genapi.types.policy import PolicyVersion
+from genapi.types.worker import PhaseTime
+from genapi.weights.base import Bucket, Delivery, Sender, WeightSource, WeightTransport
+from genapi.weights.staging import Stage, plan_buckets
+from genapi.wire.flow import Flow
+
+__all__ = ("Drive", "Group", "Times")
+
+T = TypeVar("T")
+
+_RETRY_WAITS_S = (0.1, 0.4, 1.5)
+_UNANSWERED = (Observed.LOST, Observed.NOT_SENT)
+
+
+@dataclass(slots=True)
+class Group:
+    """A transfer group that stands, for exactly these lives of these workers."""
+
+    key: tuple[WorkerId, ...]
+    sender: Sender
+
+
+@dataclass(slots=True)
+class Times:
+    """What was measured, in seconds of the loop's clock."""
+
+    phases: list[PhaseTime] = field(default_factory=list)
+    paused_from: dict[WorkerId, float] = field(default_factory=dict)
+    paused_to: dict[WorkerId, float] = field(default_factory=dict)
+    bytes_sent: dict[WorkerId, int] = field(default_factory=dict)
+
+    def paused_s(self, worker: WorkerId) -> float:
+        """How long the worker was paused, up to now where it still is."""
+        start = self.paused_from.get(worker)
+        if start is None:
+            return 0.0
+        return self.paused_to.get(worker, anyio.current_time()) - start
+
+
+class _Slot(Generic[T]):
+    """A value that several tasks wait for."""
+
+    def __init__(self) -> None:
+        self._set = anyio.Event()
+        self._value: T | None = None
+
+    def put(self, value: T | None) -> None:
+        self._value = value
+        self._set.set()
+
+    async def get(self) -> T:
+        """The value.
+
+        Raises:
+            TransportError: there will be none.
+        """
+        await self._set.wait()
+        if self._value is None:
+            message = "the trainer's end failed before anything was sent"
+            raise TransportError(message, phase="not_sent")
+        return self._value
+
+
+class Drive:
+    """One publication over one fleet. `run` it once."""
+
+    def __init__(  # noqa: PLR0913 - what a publication is made of
+        self,
+        tx: Transaction,
+        *,
+        fleet: Fleet,
+        members: Mapping[WorkerId, Member],
+        version: PolicyVersion,
+        source: WeightSource,
+        transport: WeightTransport,
+        ranks: RankPlan,
+        plan: PausePlan,
+        timeouts: PublishTimeouts,
+        group: Group | None,
+        commit: Callable[[], None],
+    ) -> None:
+        self.tx = tx
+        self.times = Times()
+        self.group = group
+        self.cause: BaseException | None = None
+        self._fleet = fleet
+        self._admin: Admin = fleet.provider.admin
+        self._members = members
+        self._version = version
+        self._transport = transport
+        self._ranks = ranks
+        self._plan = plan
+        self._timeouts = timeouts
+        self._commit = commit
+        self._observe: Observe = fleet.observe
+        self._stage = Stage(
+            source,
+            bucket_bytes=transport.bucket_bytes,
+            bucket_tensors=transport.bucket_tensors,
+            stage_bytes=transport.stage_bytes,
+            on_progress=self._gathered,
+        )
+        self._sender: _Slot[Sender] = _Slot()
+        if group is not None:
+            self._sender.put(group.sender)
+        self._bucket: _Slot[Bucket] = _Slot()
+        self._deliveries: dict[WorkerId, Delivery] = {}
+        self._buckets_left = 0
+        self._events, self._inbox = anyio.create_memory_object_stream[Event](math.inf)
+        self._scopes: set[anyio.CancelScope] = set()
+        self._deadline = math.inf
+        self._phase_since = 0.0
+
+    async def run(self) -> None:
+        """Run to the end. A cancellation ends the transaction first, within `cleanup_s`."""
+        ended = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run, ended)
+            try:
+                await ended.wait()
+            except anyio.get_cancelled_exc_class():
+                self._limit_all()
+                self._events.send_nowait(Cancelled())
+                raise
+
+    async def _run(self, ended: anyio.Event) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as tasks, self._stage:
+                    await self._walk(tasks)
+                await self._leave_group()
+        finally:
+            self._events.close()
+            self._inbox.close()
+            ended.set()
+
+    async def _walk(self, tasks: TaskGroup) -> None:
+        self._phase_since = anyio.current_time()
+        self._observe(PhaseStarted(version=self._version, phase=self.tx.phase))
+        self._take(*begin(self.tx), tasks)
+        while not self.tx.ended:
+            event = await self._inbox.receive()
+            self._take(*advance(self.tx, event), tasks)
+
+    def _take(self, tx: Transaction, commands: tuple[Command, ...], tasks: TaskGroup) -> None:
+        before, self.tx = self.tx, tx
+        if tx.phase is not before.phase:
+            now = anyio.current_time()
+            seconds, self._phase_since = now - self._phase_since, now
+            self.times.phases.append(PhaseTime(phase=before.phase, seconds=seconds))
+            self._observe(PhaseEnded(version=self._version, phase=before.phase, seconds=seconds))
+            if not tx.ended:
+                self._observe(PhaseStarted(version=self._version, phase=tx.phase))
+        if Acted(Act.SEND) in commands:
+            self._bucket = _Slot()
+        for command in commands:
+            match command:
+                case Ask(worker, op):
+                    tasks.start_soon(self._ask, worker, op, tx.row.retries)
+                case Acted(act):
+                    tasks.start_soon(self._act, act)
+                case Abandon():
+                    self._abandon()
+                case Cut():
+                    for scope in self._scopes:
+                        scope.cancel()
+
+    @contextmanager
+    def _bounded(self, limit_s: float) -> Iterator[anyio.CancelScope]:
+        deadline = min(anyio.current_time() + limit_s, self._deadline)
+        with anyio.CancelScope(deadline=deadline) as scope:
+            self._scopes.add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+
+    def _limit_all(self) -> None:
+        self._deadline = anyio.current_time() + self._timeouts.cleanup_s
+        for scope in self._scopes:
+            scope.deadline = min(scope.deadline, self._deadline)
+
+    async def _ask(self, worker: WorkerId, op: Op, retries: bool) -> None:  # noqa: FBT001 - start_soon passes by position
+        limit_s = self._limit_s(op)
+        if op is Op.PAUSE:
+            self.times.paused_from[worker] = anyio.current_time()
+        answer = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
+        with self._bounded(limit_s):
+            answer = await self._answer(worker, op)
+            for wait in _RETRY_WAITS_S if retries else ():
+                if answer.observed not in _UNANSWERED:
+                    break
+                await anyio.sleep(wait)
+                answer = await self._answer(worker, op)
+        delivery = self._deliveries.pop(worker, None) if op is Op.UPDATE else None
+        if answer.observed is Observed.LOST and delivery is not None and delivery.was_taken:
+            answer = Answer(Observed.DONE, "the reply was lost after the bucket was taken")
+        if op is Op.RESUME and answer.done:
+            self.times.paused_to[worker] = anyio.current_time()
+        self._events.send_nowait(Answered(worker, op, answer))
+
+    async def _answer(self, worker: WorkerId, op: Op) -> Answer:
+        try:
+            return await self._call(worker, op)
+        except TransportError as error:
+            if error.refused and op is not Op.INSPECT:
+                return Answer(Observed.DEAD, str(error))
+            seen = Observed.NOT_SENT if error.phase == "not_sent" else Observed.LOST
+            return Answer(seen, str(error))
+        except ReplyError as error:
+            return Answer(Observed.LOST, str(error))
+        except GenAPIError as error:
+            return Answer(Observed.REFUSED, str(error))
+
+    async def _call(self, worker: WorkerId, op: Op) -> Answer:
+        match op:
+            case Op.INSPECT:
+                return await self._inspect(worker)
+            case Op.JOIN:
+                sender = await self._sender.get()
+                offset = self._ranks.offsets[worker]
+                flow = self._admin.join(sender.init_info, rank_offset=offset)
+                return await self._flow(worker, op, flow)
+            case Op.UPDATE:
+                return await self._update(worker)
+            case _:
+                return await self._flow(worker, op, self._plain(op))
+
+    def _plain(self, op: Op) -> Flow[Answer]:
+        admin, label = self._admin, self.tx.label
+        flows: Mapping[Op, Callable[[], Flow[Answer]]] = {
+            Op.PAUSE: lambda: admin.pause(self._plan),
+            Op.CONFIRM: admin.confirm,
+            Op.HEAL: admin.heal,
+            Op.BEGIN: admin.begin,
+            Op.FINISH: lambda: admin.finish(label if admin.finish_sets_label else None),
+            Op.LABEL: lambda: admin.label(label),
+            Op.READ: admin.read,
+            Op.RESUME: lambda: admin.resume(self._plan),
+            Op.CLOSE: admin.close,
+        }
+        return flows[op]()
+
+    async def _flow(self, worker: WorkerId, op: Op, flow: Flow[Answer]) -> Answer:
+        url = self._members[worker].url
+        return await self._fleet.control.run(url, flow, operation=op, timeout_s=self._limit_s(op))
+
+    async def _inspect(self, worker: WorkerId) -> Answer:
+        url = self._members[worker].url
+        membership = self._fleet.membership
+        facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.INSPECT))
+        found = membership.identify(url, facts)
+        if found != worker:
+            # One odd read changes nothing: the change has to be seen twice.
+            facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.INSPECT))
+            found = membership.identify(url, facts)
+        if found != worker:
+            membership.learn(url, facts)
+            detail = f"{found} answers in place of {worker}; publish again to include it"
+            return Answer(Observed.REFUSED, detail)
+        self._admin.check(self._plan, facts, backend=self._transport.backend)
+        membership.learn(url, facts)
+        return Answer(Observed.DONE, facts={"label": facts.label})
+
+    async def _update(self, worker: WorkerId) -> Answer:
+        sender, bucket = await self._sender.get(), await self._bucket.get()
+        in_process = self._fleet.control.in_process
+        wire = sender.wire(bucket, in_process=in_process)
+        sent = self.times.bytes_sent
+        sent[worker] = sent.get(worker, 0) + bucket.nbytes
+        if wire.attachment is not None:
+            self._deliveries[worker] = wire.attachment
+        flow = self._admin.update(wire.update_info, attachment=wire.attachment)
+        return await self._flow(worker, Op.UPDATE, flow)
+
+    async def _act(self, act: Act) -> None:
+        limit_s = self._act_limit_s(act)
+        outcome: ActDone | ActFailed = ActFailed(act, f"not done within {limit_s:g} s")
+        with self._bounded(limit_s):
+            try:
+                outcome = ActDone(act, more=await self._acts[act](self))
+            except Exception as error:  # noqa: BLE001 - a source may raise anything
+                self.cause = self.cause or error
+                outcome = ActFailed(act, f"{type(error).__name__}: {error}")
+        if isinstance(outcome, ActFailed):
+            if act is Act.JOIN:
+                self._sender.put(None)
+            self._bucket.put(None)
+        self._events.send_nowait(outcome)
+
+    async def _act_stage(self) -> bool:
+        await self._stage.prepare()
+        self._buckets_left = len(
+            plan_buckets(
+                [meta.nbytes for meta in self._stage.manifest],
+                bucket_bytes=self._transport.bucket_bytes,
+                bucket_tensors=self._transport.bucket_tensors,
+            )
+        )
+        return False
+
+    async def _act_join(self) -> bool:
+        sender = await self._transport.sender(
+            world_size=self._ranks.world_size, timeout_s=self._timeouts.group_s
+        )
+        self.group = Group(tuple(self._members), sender)
+        self._sender.put(sender)
+        await sender.join()
+        return False
+
+    async def _act_send(self) -> bool:
+        sender = await self._sender.get()
+        bucket = await anext(self._stage)
+        self._bucket.put(bucket)
+        await sender.send(bucket)
+        self._buckets_left -= 1
+        return self._buckets_left > 0
+
+    async def _act_commit(self) -> bool:
+        self._commit()
+        return False
+
+    async def _act_open(self) -> bool:
+        return False
+
+    _acts: Mapping[Act, Callable[["Drive"], Awaitable[bool]]] = {
+        Act.STAGE: _act_stage,
+        Act.JOIN: _act_join,
+        Act.SEND: _act_send,
+        Act.COMMIT: _act_commit,
+        Act.OPEN: _act_open,
+    }
+
+    def _abandon(self) -> None:
+        self._stage.abandon()
+        if self.group is not None:
+            self.group.sender.abandon()
+
+    async def _leave_group(self) -> None:
+        """A group that a failure may have reached is of no further use."""
+        begun = any(Op.BEGIN in p.asked for p in self.tx.workers.values())
+        broken = self.tx.failed and (self.tx.abandoned or begun)
+        if broken and self.group is not None:
+            group, self.group = self.group, None
+            await group.sender.aclose()
+
+    def _gathered(self, done: int, total: int) -> None:
+        self._observe(
+            SenderProgress(
+                version=self._version, what="gathered", bytes_done=done, bytes_total=total
+            )
+        )
+
+    def _limit_s(self, op: Op) -> float:
+        limits = self._timeouts
+        return {
+            Op.INSPECT: limits.preflight_s,
+            Op.JOIN: limits.group_s,
+            Op.PAUSE: limits.pause_s,
+            Op.CONFIRM: limits.confirm_s,
+            Op.HEAL: limits.begin_s,
+            Op.BEGIN: limits.begin_s,
+            Op.UPDATE: limits.transfer_s,
+            Op.FINISH: limits.finish_s,
+            Op.LABEL: limits.label_s,
+            Op.READ: limits.verify_s,
+            Op.RESUME: limits.resume_s,
+            Op.CLOSE: limits.cleanup_s,
+        }[op]
+
+    def _act_limit_s(self, act: Act) -> float:
+        limits = self._timeouts
+        return {
+            Act.STAGE: limits.stage_s,
+            Act.JOIN: limits.group_s,
+            Act.SEND: limits.transfer_s,
+            Act.COMMIT: limits.cleanup_s,
+            Act.OPEN: limits.cleanup_s,
+        }[act]

@@ -1,0 +1,246 @@
+"""What a provider is: the interface that every engine's folder implements.
+
+The rule of this file: a provider says what to send and what an answer means. It never sends,
+waits, retries, reads a clock or draws a random number; all that comes in as arguments.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from genapi.errors import UnsupportedError
+from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.plan import PausePlan
+from genapi.types.base import Value
+from genapi.types.ids import Role, WorkerId
+from genapi.types.request import GenerateRequest
+from genapi.types.response import GenerateResponse, LogprobsMode, TokenChunk
+from genapi.wire.flow import Flow
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = (
+    "Admin",
+    "Capabilities",
+    "ContextRule",
+    "DecodeContext",
+    "Provider",
+    "StreamDecoder",
+    "WorkerFacts",
+)
+
+ContextRule = Literal["own", "carried", "unknown"]
+"""What tokens may have attended to: only their own version's keys and values; also those of
+earlier versions in the same output; or not known."""
+
+
+class Capabilities(Value):
+    """What one life of a server can do.
+
+    Attributes:
+        engine_version: as the server names it.
+        models: names it serves.
+        max_model_len: longest prompt plus output in tokens; None = not known.
+        vocab_size: ids lie below this; None = not known.
+        spans: whether replies attest versions.
+        logprobs_mode: which scores it gives; None = not known.
+        weight_backend: the receiving backend it was started with; None = no weight updates.
+        pause_refuses: whether requests that arrive while it is paused are refused (503) instead
+            of queued, in modes abort and drain.
+        missing: what it cannot do (`generate`, `admin`, `weights`), each with the remedy.
+    """
+
+    engine_version: str | None = None
+    models: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    spans: bool = False
+    logprobs_mode: LogprobsMode | None = None
+    weight_backend: str | None = None
+    pause_refuses: bool = False
+    missing: Mapping[str, str] = {}
+
+    def require(self, capability: str, *, where: str) -> None:
+        """Raise `UnsupportedError` with the remedy unless the server can do `capability`."""
+        remedy = self.missing.get(capability)
+        if remedy is not None:
+            message = f"{where} cannot {capability}: {remedy}"
+            raise UnsupportedError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What an inspection read from one worker.
+
+    Attributes:
+        instance: what changes when the process restarts; None = the engine does not say.
+        ranks: processes it brings into a collective.
+        dp_group: servers with the same name here are one external data-parallel group, which
+            shares one rank offset; None = it stands alone.
+        role: unified, prefill or decode.
+        label: its weight label.
+        paused: whether it generates nothing now.
+        asleep: whether its weights or caches are released.
+        capabilities: what it can do.
+    """
+
+    instance: str | None
+    ranks: int = 1
+    dp_group: str | None = None
+    role: Role = Role.UNIFIED
+    label: str | None = None
+    paused: bool | None = None
+    asleep: bool = False
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeContext:
+    """What decoding has to know besides the reply.
+
+    Attributes:
+        request: what was asked.
+        request_id: the logical id of the reply.
+        wire_id: the id on the wire.
+        run: labels of another run are UNKNOWN; None = any run.
+        context_rule: what the fleet's cache policy guarantees about the context of tokens.
+        now: wall-clock seconds since the epoch, for `Retry-After` dates.
+        worker: who was asked; None = an opaque router.
+        logprobs_mode: what the worker's capabilities say.
+        remark: told about what a reply lacks though it was asked for; the caller warns, or
+            raises when it is strict.
+    """
+
+    request: GenerateRequest
+    request_id: str
+    wire_id: str
+    run: str | None = None
+    context_rule: ContextRule = "unknown"
+    now: float = 0.0
+    worker: WorkerId | None = None
+    logprobs_mode: LogprobsMode | None = None
+    remark: Callable[[str], None] = lambda _text: None
+
+
+class StreamDecoder(Protocol):
+    """Decodes one streamed reply; holds no more than that reply."""
+
+    def feed(self, chunk: bytes) -> list[TokenChunk]:
+        """The tokens that `chunk` completes.
+
+        Raises:
+            ProviderError: the server reports an error in the stream; `.partial` has the tokens.
+            ReplyError: the stream breaks its contract.
+        """
+        ...
+
+    def finish(self, *, framed: bool) -> GenerateResponse:
+        """The whole reply, once the body has ended.
+
+        Args:
+            framed: whether the body ended as its framing promises.
+
+        Raises:
+            IncompleteError: a choice has no finish reason, or an unframed body no `[DONE]`.
+        """
+        ...
+
+    def partial(self) -> GenerateResponse:
+        """What has arrived so far; outputs without a finish reason end in ERROR."""
+        ...
+
+
+class Admin(Protocol):
+    """Administration of one worker. Every operation is a flow that ends in an `Answer`.
+
+    Flows turn errors into answers; a `TransportError` thrown into one is left to `lost`.
+
+    Attributes:
+        verdicts: what (operation, observation) proves; what is not listed proves nothing.
+        finish_sets_label: whether FINISH carries the label, so that LABEL asks nothing.
+    """
+
+    verdicts: Mapping[tuple[Op, Observed], Verdict]
+    finish_sets_label: bool
+
+    def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
+        """Raise `ConfigError` or `UnsupportedError` when this worker cannot be published to."""
+        ...
+
+    def join(self, init_info: Mapping[str, Any], *, rank_offset: int) -> Flow[Answer]: ...
+    def pause(self, plan: PausePlan) -> Flow[Answer]: ...
+    def confirm(self) -> Flow[Answer]: ...
+    def heal(self) -> Flow[Answer]: ...
+    def begin(self) -> Flow[Answer]: ...
+    def update(
+        self, update_info: Mapping[str, Any], *, attachment: object | None
+    ) -> Flow[Answer]: ...
+    def finish(self, label: str | None) -> Flow[Answer]: ...
+    def label(self, label: str) -> Flow[Answer]: ...
+    def read(self) -> Flow[Answer]: ...
+    def resume(self, plan: PausePlan) -> Flow[Answer]: ...
+    def close(self) -> Flow[Answer]: ...
+    def leave(self) -> Flow[Answer]: ...
+
+
+class Provider(Protocol):
+    """One engine's protocol.
+
+    Attributes:
+        name: the scheme of its targets.
+        admin: its administration.
+    """
+
+    name: str
+    admin: Admin
+
+    def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
+        """Raise before any I/O what cannot be asked.
+
+        Raises:
+            UnsupportedError: the provider, or this server, cannot do it.
+            ConfigError: a value is beyond what this server has (an id, say).
+        """
+        ...
+
+    def encode(
+        self,
+        request: GenerateRequest,
+        *,
+        wire_id: str,
+        model: str | None,
+        salt: str | None,
+        stream: bool,
+    ) -> HTTPCall:
+        """The call that asks for this generation."""
+        ...
+
+    def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
+        """The reply as a value.
+
+        Raises:
+            ProviderError: the server answered an error.
+            ReplyError: the answer breaks its contract.
+        """
+        ...
+
+    def stream_decoder(self, context: DecodeContext) -> StreamDecoder:
+        """A decoder for one streamed reply."""
+        ...
+
+    def raise_for_status(self, reply: HTTPReply, context: DecodeContext) -> None:
+        """Raise the typed error that a non-2xx answer is."""
+        ...
+
+    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
+        """The call that ends these generations."""
+        ...
+
+    def inspect(self) -> Flow[WorkerFacts]:
+        """What this worker is and can do.
+
+        Raises:
+            NotReadyError: it does not serve yet (starting, 503).
+            AuthError: it refused the key.
+            ConfigError: another kind of server answers there.
+        """
+        ...

@@ -1,0 +1,305 @@
+"""The request plane over embedded vLLM servers: routing, retries, streams, aborts, bad input."""
+
+import pickle
+from collections.abc import Mapping
+
+import anyio
+import numpy as np
+import pydantic
+import pytest
+
+import genapi
+from genapi import FinishReason, GenerateRequest, RetryPolicy, SamplingParams
+from genapi.errors import GenAPIWarning
+from genapi.events import RequestEnded, RequestRetried
+from tests.contract.embedded import greedy, request, rig
+
+pytestmark = pytest.mark.anyio
+
+GENERATE = "/inference/v1/generate"
+SOON = RetryPolicy(backoff_s=0.001, max_backoff_s=0.002)
+
+
+async def test_a_reply_has_ids_scores_versions_and_who_made_them() -> None:
+    async with rig(1) as r:
+        reply = await r.fleet.generate(request(request_id="mine"))
+        out = reply.output
+        assert out.token_ids == greedy(0, [1, 2, 3], 8)
+        assert out.logprobs is not None
+        assert out.logprobs.dtype == np.float32
+        assert out.logprobs.shape == (8,)
+        assert not out.logprobs.flags.writeable
+        assert out.finish_reason is FinishReason.LENGTH
+        assert out.is_complete
+        assert out.policy.source == "engine"
+        assert len(out.policy) == 8
+        assert reply.prompt_token_ids == [1, 2, 3]
+        assert reply.request_id == "mine"
+        assert reply.worker is not None
+        assert [a.error for a in reply.attempts] == [None]
+        assert reply.attempts[0].wire_id != "mine"
+        assert reply.logprobs_mode == "raw"
+
+
+async def test_a_stream_ends_in_the_reply_that_generate_returns() -> None:
+    async with rig(1) as r:
+        for sampling in (
+            SamplingParams(max_tokens=9, temperature=0.0, logprobs=3, ignore_eos=True),
+            SamplingParams(max_tokens=9, temperature=1.0, seed=7, n=3, logprobs=0),
+        ):
+            asked = GenerateRequest(prompt_token_ids=[5, 6], sampling=sampling)
+            whole = await r.fleet.generate(asked)
+            async with r.fleet.stream(asked) as events:
+                seen = [event async for event in events]
+            *chunks, last = seen
+            assert isinstance(last, genapi.Finished)
+            assert last.reply.outputs == whole.outputs
+            for output in whole.outputs:
+                ids: list[int] = []
+                for chunk in chunks:
+                    assert isinstance(chunk, genapi.TokenChunk)
+                    if chunk.index == output.index:
+                        ids.extend(chunk.token_ids)
+                assert output.token_ids == ids
+
+
+async def test_leaving_a_stream_early_ends_the_generation_on_the_engine() -> None:
+    async with rig(1) as r:
+        engine = r.cluster.workers[0].engine
+        async with r.fleet.stream(request(tokens=2000)) as events:
+            await anext(events)
+            assert engine.num_running == 1
+        with anyio.fail_after(5):
+            while engine.num_running:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_cancelling_a_call_ends_the_generation_on_the_engine() -> None:
+    async with rig(1) as r:
+        engine = r.cluster.workers[0].engine
+        async with anyio.create_task_group() as group:
+            group.start_soon(r.fleet.generate, request(tokens=2000))
+            with anyio.fail_after(5):
+                while not engine.num_running:
+                    await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+        with anyio.fail_after(5):
+            while engine.num_running:
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_an_abort_by_the_users_label_ends_the_call_with_what_it_has() -> None:
+    async with rig(1) as r:
+        async with r.fleet.stream(request(tokens=2000, request_id="long")) as events:
+            await anext(events)
+            assert await r.fleet.abort("long") == 1
+            assert await r.fleet.abort("unknown") == 0
+            with anyio.fail_after(5):
+                last = [event async for event in events][-1]
+        assert isinstance(last, genapi.Finished)
+        assert last.reply.output.finish_reason is FinishReason.ABORT
+        assert not last.reply.output.is_complete
+
+
+async def test_two_requests_under_one_label_have_ids_of_their_own_on_the_wire() -> None:
+    async with rig(1) as r:
+        replies = [await r.fleet.generate(request(request_id="same")) for _ in range(2)]
+        assert {reply.request_id for reply in replies} == {"same"}
+        assert len({reply.attempts[0].wire_id for reply in replies}) == 2
+
+
+async def test_a_dead_worker_is_left_out_and_the_request_goes_to_another() -> None:
+    async with rig(2, options={"retry": SOON}) as r:
+        r.cluster.workers[0].kill()
+        replies = [await r.fleet.generate(request(session=str(n))) for n in range(8)]
+        assert {reply.output.token_ids for reply in replies} == {greedy(0, [1, 2, 3], 8)}
+        assert {str(reply.worker) for reply in replies} == {
+            str((await r.fleet.snapshot()).workers[1].id)
+        }
+
+
+async def test_a_lost_reply_is_asked_again_under_a_new_wire_id() -> None:
+    async with rig(1, options={"retry": SOON}) as r:
+        r.fail(0, GENERATE, "lose_reply")
+        reply = await r.fleet.generate(request())
+        assert len(reply.attempts) == 2
+        assert reply.attempts[0].error is not None
+        assert reply.attempts[0].wire_id != reply.attempts[1].wire_id
+        assert [e.attempt for e in r.events if isinstance(e, RequestRetried)] == [2]
+
+
+async def test_without_retries_of_lost_replies_the_error_says_that_it_may_have_run() -> None:
+    policy = RetryPolicy(retry_lost_replies=False)
+    async with rig(1, options={"retry": policy}) as r:
+        r.fail(0, GENERATE, "lose_reply")
+        with pytest.raises(genapi.TransportError) as caught:
+            await r.fleet.generate(request())
+        assert caught.value.phase == "may_have_run"
+
+
+@pytest.mark.case("RETRY-03")
+async def test_a_server_that_is_always_unavailable_is_asked_as_often_as_the_policy_says() -> None:
+    async with rig(1, options={"retry": SOON}) as r:
+        for nth in (1, 2, 3, 4):
+            r.fail(0, GENERATE, "error", nth=nth, status=503)
+        with pytest.raises(genapi.NotReadyError):
+            await r.fleet.generate(request())
+        assert sum(isinstance(e, RequestRetried) for e in r.events) == 2
+        # Of four planned failures three were met, so one is left.
+        with pytest.raises(genapi.NotReadyError):
+            async with rig(1, options={"retry": RetryPolicy(max_attempts=1)}) as other:
+                other.fail(0, GENERATE, "error", status=503)
+                await other.fleet.generate(request())
+
+
+async def test_a_garbled_reply_is_an_error_that_keeps_the_body() -> None:
+    async with rig(1) as r:
+        r.fail(0, GENERATE, "garble")
+        with pytest.raises(genapi.ReplyError) as caught:
+            await r.fleet.generate(request())
+        assert caught.value.body == b"<html>upstream"
+
+
+async def test_the_whole_call_is_bounded_by_its_timeout() -> None:
+    async with rig(1) as r:
+        r.fail(0, GENERATE, "never_answer")
+        with anyio.fail_after(5), pytest.raises(genapi.TransportError, match=r"timeout_s=0\.05"):
+            await r.fleet.generate(request(timeout_s=0.05))
+        ended = [e for e in r.events if isinstance(e, RequestEnded)]
+        assert len(ended) == 1
+        assert ended[0].error is not None
+
+
+@pytest.mark.case("POOL-01")
+async def test_waiting_for_a_slot_is_not_reported_as_a_server_that_is_slow() -> None:
+    async with rig(1, options={"max_in_flight": 1}) as r:
+        r.fail(0, GENERATE, "never_answer")
+        async with anyio.create_task_group() as group:
+            group.start_soon(r.fleet.generate, request())
+            with anyio.fail_after(5):
+                while not r.fleet.membership.members["memory://0"].in_flight:
+                    await anyio.lowlevel.checkpoint()
+            with pytest.raises(genapi.TransportError, match="max_in_flight=1") as caught:
+                await r.fleet.generate(request(timeout_s=0.05))
+            assert caught.value.phase == "not_sent"
+            group.cancel_scope.cancel()
+
+
+async def test_requests_of_one_session_stay_on_one_worker() -> None:
+    async with rig(4) as r:
+        for session in ("a", "b", "c"):
+            workers = {
+                str((await r.fleet.generate(request(session=session))).worker) for _ in range(4)
+            }
+            assert len(workers) == 1
+
+
+async def test_strict_turns_a_remark_into_an_error() -> None:
+    hot = GenerateRequest(
+        prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2, temperature=0.5)
+    )
+    async with rig(1) as r:
+        with pytest.warns(GenAPIWarning, match="temperature"):
+            await r.fleet.generate(hot)
+    async with rig(1, options={"strict": True}) as r:
+        with pytest.raises(genapi.ReplyError, match="temperature"):
+            await r.fleet.generate(hot)
+
+
+async def test_an_id_beyond_the_vocabulary_is_an_error_that_names_it() -> None:
+    async with rig(1) as r:
+        with pytest.raises((genapi.ConfigError, genapi.ProviderError), match="64"):
+            await r.fleet.generate(request(prompt=(1, 64)))
+
+
+@pytest.mark.parametrize("field", ["min_version", "exact_version"])
+async def test_a_version_bound_is_refused_until_it_is_built(field: str) -> None:
+    async with rig(1) as r:
+        with pytest.raises(genapi.UnsupportedError, match=field):
+            await r.fleet.generate(request(**{field: 1}))
+
+
+@pytest.mark.parametrize(
+    ("query", "capability", "error"),
+    [
+        ({"scale_out": "false"}, "--enable-scale-out", genapi.UnsupportedError),
+        ({"api_key": "secret"}, "key", genapi.AuthError),
+    ],
+)
+async def test_a_server_that_cannot_generate_for_us_is_named_with_the_remedy(
+    query: Mapping[str, str], capability: str, error: type[Exception]
+) -> None:
+    fleet = genapi.connect("embedded://?" + "&".join(f"{k}={v}" for k, v in query.items()))
+    async with fleet:
+        with anyio.fail_after(5), pytest.raises(error, match=capability):
+            await fleet.wait_ready(timeout_s=2)
+            await fleet.generate(request())
+
+
+async def test_admin_routes_that_are_switched_off_are_a_named_capability() -> None:
+    async with genapi.connect("embedded://?dev_mode=false") as fleet:
+        await fleet.wait_ready(timeout_s=2)
+        reply = await fleet.generate(request())
+        assert reply.output.token_ids == greedy(0, [1, 2, 3], 8)
+        publisher = genapi.WeightPublisher(fleet, transport=genapi.weights.Memory())
+        with pytest.raises(genapi.GenAPIError, match="VLLM_SERVER_DEV_MODE"):
+            await publisher.adopt(0)
+
+
+async def test_a_port_that_nobody_listens_on_is_named_when_ready_is_awaited() -> None:
+    async with genapi.connect("vllm://127.0.0.1:9") as fleet:
+        with anyio.fail_after(10), pytest.raises(genapi.FleetError, match=r"127\.0\.0\.1:9"):
+            await fleet.wait_ready(timeout_s=0.3)
+        with pytest.raises(genapi.TransportError) as caught:
+            await fleet.generate(request())
+        assert caught.value.phase == "not_sent"
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"prompt_token_ids": [1, -2]}, "-2"),
+        ({"prompt_token_ids": [1.5]}, "1.5"),
+        ({"prompt_token_ids": [True]}, "True"),
+        ({"prompt_token_ids": []}, "empty"),
+        ({"prompt_token_ids": [1], "prompt": "x"}, "exactly one"),
+        ({}, "exactly one"),
+    ],
+)
+def test_a_bad_prompt_is_named_when_the_request_is_built(
+    bad: Mapping[str, object], named: str
+) -> None:
+    with pytest.raises(pydantic.ValidationError, match=named):
+        GenerateRequest.model_validate({"sampling": {"max_tokens": 1}, **bad})
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5])
+def test_a_bad_length_is_named_when_the_parameters_are_built(tokens: float) -> None:
+    with pytest.raises(pydantic.ValidationError, match="max_tokens"):
+        SamplingParams(max_tokens=tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ("nowhere://h:1", "nowhere"),
+        ("127.0.0.1:8000", "scheme"),
+        ("vllm://h", "port"),
+        ("vllm://", "address"),
+        ("vllm://h:1,h:1", "twice"),
+        ("vllm+ftp://h:1", r"vllm\+ftp"),
+        ("vllm://u:p@h:1", "user info"),
+    ],
+)
+def test_a_target_that_cannot_work_is_named(target: str, named: str) -> None:
+    with pytest.raises((genapi.ConfigError, pydantic.ValidationError), match=named):
+        genapi.connect(target)
+
+
+async def test_a_fleet_travels_as_its_config_and_never_live() -> None:
+    fleet = genapi.connect("vllm://w1:8001", model="tiny", api_key="env:KEY")
+    with pytest.raises(TypeError, match=r"fleet\.config"):
+        pickle.dumps(fleet)
+    there = pickle.loads(pickle.dumps(fleet.config))  # noqa: S301 - our own bytes
+    assert there == fleet.config
+    assert genapi.connect(there).config == fleet.config
