@@ -1,0 +1,397 @@
+"""vLLM's HTTP server over the embedded engine: which routes exist, who may call them, what they do.
+
+Switches of the configuration are flags and environment of a real server. Replies are built in
+`vllm_shapes` and `vllm_reply`, weight transfer is in `vllm_weights`.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from typing import Any, cast
+
+import anyio
+
+from .calls import ByteStream, Call, Reply
+from .engine import Engine, EngineDeadError, Pause, PauseMode
+from .faults import Fault
+from .protocol import Identity
+from .vllm_facts import BACKEND, VllmFlags, model_list, vllm_config
+from .vllm_reply import ENGINE_DEAD, Renderer
+from .vllm_request import read_generate
+from .vllm_shapes import (
+    Refusal,
+    bad_request,
+    empty,
+    flag,
+    internal,
+    invalid,
+    json_object,
+    ok,
+    plain,
+    worker_failed,
+)
+from .vllm_weights import PeerLost, WeightSession, WorkerError
+
+__all__ = ("VllmConfig", "VllmServer")
+
+_Handler = Callable[[Call], Awaitable[Reply]]
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig(VllmFlags):
+    """A vLLM server to build."""
+
+    def build(self, engine: Engine, identity: Identity) -> "VllmServer":
+        """A server that just came up."""
+        return VllmServer(self, engine, identity)
+
+
+class VllmServer:
+    """One API server process and its engine."""
+
+    def __init__(self, config: VllmFlags, engine: Engine, identity: Identity) -> None:
+        self._config = config
+        self._engine = engine
+        self._identity = identity
+        self._numbers = count()
+        self._sleeping = False
+        self._lost: PeerLost | None = None
+        self._weights = WeightSession(
+            engine,
+            world=config.replica_size * config.data_parallel_size,
+            backend=BACKEND if config.weight_transfer else None,
+        )
+        self._routes = self._table()
+
+    async def handle(self, call: Call, fault: Fault | None) -> Reply:
+        """Answer one call as the real server would.
+
+        Raises:
+            ConnectionResetError: The process was killed meanwhile.
+        """
+        if self._locked(call):
+            return plain(401, {"error": "Unauthorized"}, vary=False)
+        handlers = self._routes.get(call.path)
+        if handlers is None:
+            return plain(404, {"detail": "Not Found"})
+        handler = handlers.get(call.method)
+        if handler is None:
+            return plain(405, {"detail": "Method Not Allowed"}, allow=", ".join(handlers))
+        self._lost = (
+            PeerLost(fault.after_tensors)
+            if fault is not None and fault.action == "peer_lost"
+            else None
+        )
+        try:
+            return await handler(call)
+        except Refusal as refusal:
+            return refusal.reply
+        except EngineDeadError:
+            return internal(ENGINE_DEAD).reply
+        except WorkerError as error:
+            return worker_failed(str(error)).reply
+
+    def _table(self) -> dict[str, dict[str, _Handler]]:
+        routes: dict[str, dict[str, _Handler]] = {
+            "/health": {"GET": self._health},
+            "/version": {"GET": self._version},
+            "/v1/models": {"GET": self._models},
+        }
+        if self._config.scale_out:
+            routes["/inference/v1/generate"] = {"POST": self._generate}
+            routes["/inference/v1/abort_requests"] = {"POST": self._abort_listed}
+        elif not self._config.is_line("0.31"):
+            routes["/inference/v1/generate"] = {"POST": self._scale_out_off}
+        if self._config.dev_mode:
+            routes |= {
+                "/get_world_size": {"GET": self._world_size},
+                "/server_info": {"GET": self._server_info},
+                "/is_paused": {"GET": self._is_paused},
+                "/is_sleeping": {"GET": self._is_sleeping},
+                "/weight_info": {"GET": self._weight_info},
+                "/pause": {"POST": self._pause},
+                "/resume": {"POST": self._resume},
+                "/sleep": {"POST": self._sleep},
+                "/wake_up": {"POST": self._wake_up},
+                "/abort_requests": {"POST": self._abort_any},
+                "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
+                "/init_weight_transfer_engine": {"POST": self._init_weight_transfer},
+                "/start_weight_update": {"POST": self._start_weight_update},
+                "/update_weights": {"POST": self._update_weights},
+                "/finish_weight_update": {"POST": self._finish_weight_update},
+                "/update_weight_version": {"POST": self._update_weight_version},
+            }
+            if not self._config.is_line("0.31"):
+                routes["/shutdown_weight_transfer_engine"] = {
+                    "POST": self._shutdown_weight_transfer
+                }
+                routes["/weight_checker"] = {"POST": self._weight_checker}
+        return routes
+
+    def _locked(self, call: Call) -> bool:
+        key = self._config.api_key
+        guarded = key is not None and call.path.startswith(_GUARDED)
+        return guarded and call.headers.get("authorization") != f"Bearer {key}"
+
+    # facts
+
+    async def _health(self, _: Call) -> Reply:
+        return empty() if self._engine.error is None else Reply(503, {"vary": "Origin"}, b"")
+
+    async def _version(self, _: Call) -> Reply:
+        return ok({"version": self._config.version})
+
+    async def _models(self, _: Call) -> Reply:
+        created, number = self._created(), self._random_id()
+        engine = self._engine.config
+        return ok(model_list(self._config, engine, created=created, permission_id=number))
+
+    async def _world_size(self, call: Call) -> Reply:
+        wide = flag(call.query, "include_dp", default=True)
+        size = self._config.replica_size
+        return ok({"world_size": size * self._config.data_parallel_size if wide else size})
+
+    async def _server_info(self, call: Call) -> Reply:
+        form = call.query.get("config_format", "text")
+        if form not in ("text", "json"):
+            raise _literal("query.config_format", form, "'text' or 'json'")
+        facts: object = vllm_config(
+            self._config, self._engine.config, instance_id=self._identity.instance_id
+        )
+        shown = facts if form == "json" else str(facts)
+        env = {"VLLM_SERVER_DEV_MODE": True}
+        return ok({"vllm_config": shown, "vllm_env": env, "system_env": {}})
+
+    # generation
+
+    async def _generate(self, call: Call) -> Reply:
+        engine = self._engine
+        body = read_generate(call, engine, models=[self._config.model])
+        self._check_rank(call.headers)
+        if self._config.is_line("0.33") and engine.pause_state is Pause.NEW:
+            raise bad_request(
+                "Generation is paused. Please retry after it resumes.",
+                kind="ServiceUnavailableError",
+                status=503,
+            )
+        own = call.headers.get("x-request-id") or body.request_id or self._random_id()
+        request = engine.submit(
+            f"generate-tokens-{own}", body.token_ids, sampling=body.sampling, salt=body.salt
+        )
+        renderer = Renderer(
+            body=body,
+            request=request,
+            model=self._config.model,
+            created=self._created(),
+            show_cached=self._config.prompt_tokens_details,
+            attests=not self._config.is_line("0.31"),
+        )
+        if body.stream:
+            headers = {"content-type": "text/event-stream; charset=utf-8", "vary": "Origin"}
+            return Reply(
+                200, headers, ByteStream(renderer.events(), gone=lambda: engine.abort([request]))
+            )
+        try:
+            await request.finished()
+        finally:
+            engine.abort([request])
+        return ok(renderer.whole())
+
+    async def _scale_out_off(self, _: Call) -> Reply:
+        raise bad_request(
+            "This endpoint needs the server flag --enable-scale-out.",
+            kind="PermissionDeniedError",
+            status=403,
+        )
+
+    def _check_rank(self, headers: Mapping[str, str]) -> None:
+        asked, size = headers.get("x-data-parallel-rank"), self._config.data_parallel_size
+        if asked is not None and asked.isdigit() and int(asked) >= size:
+            raise bad_request(f"data_parallel_rank {asked} is out of range [0, {size}).")
+
+    async def _abort_listed(self, call: Call) -> Reply:
+        ids = _request_ids(call)
+        if not ids:
+            raise bad_request("Missing 'request_ids' in request body", kind="Bad Request")
+        self._abort(ids)
+        return empty()
+
+    async def _abort_any(self, call: Call) -> Reply:
+        ids = _request_ids(call)
+        if ids is None:
+            ids = [request.request_id for request in self._engine.requests]
+        self._abort(ids)
+        return ok({"status": "aborted", "aborted": len(ids)})
+
+    def _abort(self, ids: list[str]) -> None:
+        wanted = set(ids)
+        self._engine.abort(
+            [request for request in self._engine.requests if request.request_id in wanted]
+        )
+
+    # pause and sleep
+
+    async def _pause(self, call: Call) -> Reply:
+        await self._engine.hold(
+            _mode(call), clear_cache=flag(call.query, "clear_cache", default=True)
+        )
+        return ok({"status": "paused"})
+
+    async def _resume(self, _: Call) -> Reply:
+        await self._engine.rpc(self._engine.resume)
+        return ok({"status": "resumed"})
+
+    async def _is_paused(self, _: Call) -> Reply:
+        return ok(
+            {
+                "is_paused": await self._engine.rpc(
+                    lambda: self._engine.pause_state is not Pause.NONE
+                )
+            }
+        )
+
+    async def _sleep(self, call: Call) -> Reply:
+        level = call.query.get("level", "1")
+        if level not in ("0", "1", "2"):
+            raise _literal("query.level", level, "0, 1 or 2")
+        await self._engine.hold(_mode(call), clear_cache=True)
+        self._sleeping = True
+        return ok({"status": "sleeping", "level": int(level)})
+
+    async def _wake_up(self, call: Call) -> Reply:
+        tags = call.query.get("tags")
+        if tags in (None, "scheduling"):
+            await self._engine.rpc(self._engine.resume)
+            self._sleeping = False
+        return ok({"status": "awake", "tags": None if tags is None else [tags]})
+
+    async def _is_sleeping(self, _: Call) -> Reply:
+        return ok({"is_sleeping": await self._engine.rpc(lambda: self._sleeping)})
+
+    async def _reset_prefix_cache(self, call: Call) -> Reply:
+        preempt = flag(call.query, "reset_running_requests", default=False)
+        done = await self._engine.rpc(lambda: self._engine.reset_prefix_cache(preempt=preempt))
+        return ok({"success": done})
+
+    # weights
+
+    async def _weight_info(self, _: Call) -> Reply:
+        return ok({"weight_version": await self._engine.rpc(lambda: self._engine.label)})
+
+    async def _update_weight_version(self, call: Call) -> Reply:
+        version = _string(json_object(call), "new_version")
+        await self._engine.rpc(lambda: self._set_label(version))
+        return ok({"success": True, "new_version": version})
+
+    async def _init_weight_transfer(self, call: Call) -> Reply:
+        info = _mapping(json_object(call), "init_info")
+        await self._engine.rpc(lambda: self._weights.init(info))
+        return ok({"message": "Weight transfer initialized"})
+
+    async def _shutdown_weight_transfer(self, _: Call) -> Reply:
+        await self._engine.rpc(self._weights.shutdown)
+        return ok({"message": "Weight transfer shut down"})
+
+    async def _start_weight_update(self, _: Call) -> Reply:
+        await self._engine.rpc(self._weights.start)
+        return ok({"message": "Weight update started"})
+
+    async def _update_weights(self, call: Call) -> Reply:
+        body, lost = json_object(call), self._lost
+        infos = body.get("update_info")
+        info = infos[0] if isinstance(infos, list) and infos else _mapping(body, "update_info")
+        arrays = cast("list[Any] | None", call.attachment)
+        await self._engine.rpc(lambda: self._weights.update(info, arrays=arrays, lost=lost))
+        taken = getattr(arrays, "taken", None)
+        if taken is not None:
+            taken()
+        return ok({"message": "Weights updated"})
+
+    async def _finish_weight_update(self, call: Call) -> Reply:
+        body = json_object(call, required=False)
+        version = None if body.get("weight_version") is None else _string(body, "weight_version")
+        # a client that leaves does not stop the handler between the two calls
+        with anyio.CancelScope(shield=True):
+            await self._engine.rpc(self._weights.finish)
+            if version is not None:
+                await self._engine.rpc(lambda: self._set_label(version))
+        return ok({"message": "Weight update finished"})
+
+    async def _weight_checker(self, call: Call) -> Reply:
+        body = json_object(call)
+        action, baseline = body.get("action"), body.get("baseline")
+        if action not in ("checksum", "compare"):
+            raise _literal("body.action", action, "'checksum' or 'compare'")
+        if not isinstance(baseline, dict):
+            baseline = {}
+            if action == "compare":
+                raise bad_request(
+                    "action='compare' requires a 'baseline' object", kind="Bad Request"
+                )
+        sums = await self._engine.rpc(self._weights.checksums)
+        config = self._config
+        found = {
+            f"dp{dp}:pp{pp}:pcp0:tp{tp}:{name}": digest
+            for dp in range(config.data_parallel_size)
+            for pp in range(config.pipeline_parallel_size)
+            for tp in range(config.tensor_parallel_size)
+            for name, digest in sums.items()
+        }
+        if action == "checksum":
+            return ok({"checksums": found})
+        keys = sorted(found.keys() | baseline.keys())
+        mismatches = [key for key in keys if found.get(key) != baseline.get(key)]
+        return ok({"match": not mismatches, "mismatches": mismatches})
+
+    # helpers
+
+    def _set_label(self, label: str) -> None:
+        self._engine.label = label
+
+    def _created(self) -> int:
+        return int(self._identity.epoch_s + self._engine.clock.now())
+
+    def _random_id(self) -> str:
+        seed = f"{self._identity.instance_id}:{next(self._numbers)}"
+        return blake2b(seed.encode(), digest_size=8).hexdigest()
+
+
+def _request_ids(call: Call) -> list[str] | None:
+    try:
+        ids = json.loads(call.body).get("request_ids")
+    except (ValueError, AttributeError) as error:
+        raise bad_request("Invalid JSON format", kind="Bad Request") from error
+    return None if ids is None else [str(entry) for entry in ids]
+
+
+def _mode(call: Call) -> PauseMode:
+    mode = call.query.get("mode", "abort")
+    if mode not in ("abort", "wait", "keep"):
+        raise _literal("query.mode", mode, "'abort', 'wait' or 'keep'")
+    return cast("PauseMode", mode)
+
+
+def _literal(loc: str, got: object, expected: str) -> Refusal:
+    ctx = f"{{'expected': \"{expected}\"}}"
+    return invalid("literal_error", loc, f"Input should be {expected}", got=got, ctx=ctx)
+
+
+def _string(body: Mapping[str, Any], name: str) -> str:
+    if name not in body:
+        raise invalid("missing", f"body.{name}", "Field required", got=None)
+    value = body[name]
+    if not isinstance(value, str):
+        raise invalid("string_type", f"body.{name}", "Input should be a valid string", got=value)
+    return value
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if name not in body:
+        raise invalid("missing", f"body.{name}", "Field required", got=None)
+    value = body[name]
+    if not isinstance(value, dict):
+        raise invalid("dict_type", f"body.{name}", "Input should be a valid dictionary", got=value)
+    return value
