@@ -104,7 +104,7 @@ class _Resolver(AbstractResolver):
     """Bounds the look-up of names, which aiohttp's time limits leave out."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._resolver = aiohttp.DefaultResolver()
+        self._resolver = aiohttp.ThreadedResolver()  # the system's, whatever is installed
         self._timeout_s = timeout_s
 
     async def resolve(
@@ -212,6 +212,8 @@ class AiohttpTransport:
         session = self._bound()
         for attempt in self._attempts:
             attempt.abandon()
+            if attempt.response is None and attempt.transport is not None:
+                attempt.transport.abort()  # in use by this attempt for certain
         await session.close()
 
     async def _request(
@@ -276,7 +278,8 @@ class AiohttpTransport:
         if key not in self._proxies:
             scheme, _, host = key.partition("://")
             direct = is_loopback(key) or proxy_bypass(host)
-            self._proxies[key] = None if direct else getproxies().get(scheme)
+            found = getproxies()
+            self._proxies[key] = None if direct else found.get(scheme, found.get("all"))
         return self._proxies[key]
 
     def _failure(
