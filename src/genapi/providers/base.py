@@ -6,7 +6,7 @@ waits, retries, reads a clock or draws a random number; all that comes in as arg
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from genapi.errors import UnsupportedError
 from genapi.publication.evidence import Answer, Observed, Op, Verdict
@@ -21,16 +21,11 @@ from genapi.wire.http import HTTPCall, HTTPReply
 __all__ = (
     "Admin",
     "Capabilities",
-    "ContextRule",
     "DecodeContext",
     "Provider",
     "StreamDecoder",
     "WorkerFacts",
 )
-
-ContextRule = Literal["own", "carried", "unknown"]
-"""What tokens may have attended to: only their own version's keys and values; also those of
-earlier versions in the same output; or not known."""
 
 
 class Capabilities(Value):
@@ -102,7 +97,6 @@ class DecodeContext:
         request_id: the logical id of the reply.
         wire_id: the id on the wire.
         run: labels of another run are UNKNOWN; None = any run.
-        context_rule: what the fleet's cache policy guarantees about the context of tokens.
         now: wall-clock seconds since the epoch, for `Retry-After` dates.
         worker: who was asked; None = an opaque router.
         logprobs_mode: what the worker's capabilities say.
@@ -114,7 +108,6 @@ class DecodeContext:
     request_id: str
     wire_id: str
     run: str | None = None
-    context_rule: ContextRule = "unknown"
     now: float = 0.0
     worker: WorkerId | None = None
     logprobs_mode: LogprobsMode | None = None
@@ -166,20 +159,53 @@ class Admin(Protocol):
         """Raise `ConfigError` or `UnsupportedError` when this worker cannot be published to."""
         ...
 
-    def join(self, init_info: Mapping[str, Any], *, rank_offset: int) -> Flow[Answer]: ...
-    def pause(self, plan: PausePlan) -> Flow[Answer]: ...
-    def confirm(self) -> Flow[Answer]: ...
-    def heal(self) -> Flow[Answer]: ...
-    def begin(self) -> Flow[Answer]: ...
-    def update(
-        self, update_info: Mapping[str, Any], *, attachment: object | None
-    ) -> Flow[Answer]: ...
-    def finish(self, label: str | None) -> Flow[Answer]: ...
-    def label(self, label: str) -> Flow[Answer]: ...
-    def read(self) -> Flow[Answer]: ...
-    def resume(self, plan: PausePlan) -> Flow[Answer]: ...
-    def close(self) -> Flow[Answer]: ...
-    def leave(self) -> Flow[Answer]: ...
+    def join(self, init_info: Mapping[str, Any], *, rank_offset: int) -> Flow[Answer]:
+        """Join the transfer group; answers when every rank has joined."""
+        ...
+
+    def pause(self, plan: PausePlan) -> Flow[Answer]:
+        """Stop generating, as the plan says; answers when the engine is idle."""
+        ...
+
+    def confirm(self) -> Flow[Answer]:
+        """Read back that it is paused."""
+        ...
+
+    def heal(self) -> Flow[Answer]:
+        """Close what an earlier failure left, so that a session can begin."""
+        ...
+
+    def begin(self) -> Flow[Answer]:
+        """Open the update session."""
+        ...
+
+    def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
+        """Receive one bucket; answers when every rank has loaded it."""
+        ...
+
+    def finish(self, label: str | None) -> Flow[Answer]:
+        """Close the session; with a label, set it after every rank has closed."""
+        ...
+
+    def label(self, label: str) -> Flow[Answer]:
+        """Set the label alone."""
+        ...
+
+    def read(self) -> Flow[Answer]:
+        """Read `label`, `paused` and `healthy` into the facts of the answer."""
+        ...
+
+    def resume(self, plan: PausePlan) -> Flow[Answer]:
+        """Carry out what the plan says of caches, then generate again."""
+        ...
+
+    def close(self) -> Flow[Answer]:
+        """Close a session after a failure, without a label."""
+        ...
+
+    def leave(self) -> Flow[Answer]:
+        """Leave the transfer group."""
+        ...
 
 
 class Provider(Protocol):

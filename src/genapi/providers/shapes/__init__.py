@@ -1,0 +1,1 @@
+"""Wire shapes that more than one provider speaks, each module named after its shape."""

@@ -1,0 +1,215 @@
+"""Administration of one vLLM server: pause, the weight update's four phases, labels, resume.
+
+The rule of this file: every option is sent, none is left to a default of the server, and `/pause`
+gets its options in the query (a JSON body is ignored, and the default aborts; transcript 31).
+
+What vLLM can do about caches (`contracts/vllm.md` section 4, RUN 49c): `clear_cache=true` drops the
+prefix cache and makes frozen requests recompute, both together; `clear_cache=false` keeps both;
+nothing separates them while requests are frozen. `CACHES` says what follows for each plan. A
+plan that clears does so twice, when pausing and once more before resuming: the second answer says
+whether it was done, which the first does not.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from genapi.errors import ConfigError, ReplyError, UnsupportedError
+from genapi.providers.base import WorkerFacts
+from genapi.providers.vllm.verdicts import VERDICTS, answer_of
+from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
+from genapi.wire.flow import Flow, call, calls
+from genapi.wire.http import HTTPCall, HTTPReply, json_body
+
+__all__ = ("CACHES", "VLLMAdmin")
+
+_MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
+_CONFIRMATIONS = 3
+_RESETS = 3
+
+CACHES: Mapping[tuple[bool, InFlightKV, PrefixCache], bool | str] = MappingProxyType(
+    {
+        # (requests are frozen, in_flight_kv, prefix_cache): clear_cache, or why it cannot be
+        (True, "recompute", "flush"): True,
+        (True, "recompute", "salt"): True,
+        (True, "recompute", "stale"): (
+            "vLLM cannot let frozen requests recompute and keep its prefix cache: use "
+            "prefix_cache='flush' or 'salt', or in_flight_kv='stale'"
+        ),
+        (True, "stale", "flush"): (
+            "vLLM cannot flush its prefix cache while frozen requests hold blocks of it: use "
+            "prefix_cache='salt', or in_flight_kv='recompute'"
+        ),
+        (True, "stale", "salt"): False,
+        (True, "stale", "stale"): False,
+        (False, "recompute", "flush"): True,
+        # Requests queued before the new salt was known would find entries under the old one.
+        (False, "recompute", "salt"): True,
+        (False, "recompute", "stale"): False,
+    }
+)
+
+
+def _get(path: str) -> HTTPCall:
+    return HTTPCall(method="GET", path=path)
+
+
+def _post(path: str, body: Any = None, **query: str) -> HTTPCall:
+    content = None if body is None else json_body(body)
+    return HTTPCall(method="POST", path=path, query=query, body=content)
+
+
+def _clears(plan: PausePlan) -> bool:
+    row = CACHES[plan.mode == "keep", plan.in_flight_kv, plan.prefix_cache]
+    if isinstance(row, str):
+        raise UnsupportedError(row)
+    return row
+
+
+class VLLMAdmin:
+    """The operations of one worker as flows; see `providers.base.Admin`."""
+
+    verdicts: Mapping[tuple[Op, Observed], Verdict] = VERDICTS
+    finish_sets_label = True
+
+    def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
+        """Refuse a worker that cannot be published to.
+
+        Raises:
+            UnsupportedError: it has no admin routes, or the plan cannot be carried out.
+            ConfigError: it sleeps, or receives weights by another backend.
+        """
+        _clears(plan)
+        facts.capabilities.require("admin", where="this vLLM server")
+        if facts.asleep:
+            raise ConfigError(
+                "the server sleeps, and an update would kill its engine: wake it with "
+                "POST /wake_up first"
+            )
+        own = facts.capabilities.weight_backend
+        if own != backend:
+            raise ConfigError(
+                f"the server receives weights by {own or 'no backend'}, the transport sends by "
+                f"{backend!r}: start vLLM with --weight-transfer-config "
+                f'\'{{"backend": "{backend}"}}\''
+            )
+
+    def join(self, init_info: Mapping[str, Any], *, rank_offset: int) -> Flow[Answer]:
+        """Join the transfer group; answers when every rank has joined."""
+        info = {**init_info, "rank_offset": rank_offset}
+        reply = yield from call(_post("/init_weight_transfer_engine", {"init_info": info}))
+        return answer_of(Op.JOIN, reply)
+
+    def pause(self, plan: PausePlan) -> Flow[Answer]:
+        """Stop generating, as the plan says; answers when the engine is idle."""
+        clear = "true" if _clears(plan) else "false"
+        reply = yield from call(_post("/pause", mode=_MODES[plan.mode], clear_cache=clear))
+        return answer_of(Op.PAUSE, reply)
+
+    def confirm(self) -> Flow[Answer]:
+        """Read several times whether it is paused: each read may meet another API server."""
+        replies = yield from calls(*[_get("/is_paused")] * _CONFIRMATIONS)
+        for reply in replies:
+            if not reply.ok:
+                return answer_of(Op.CONFIRM, reply)
+        seen = [_field(reply, "is_paused") is True for reply in replies]
+        if all(seen):
+            return Answer(Observed.DONE, facts={"paused": True})
+        return Answer(
+            Observed.REFUSED,
+            f"{seen.count(False)} of {len(seen)} reads of /is_paused say that it runs",
+            {"paused": False},
+        )
+
+    def heal(self) -> Flow[Answer]:
+        """Close what an earlier publication left: start, unless it is open, and an empty finish."""
+        reply = yield from call(_post("/start_weight_update"))
+        started = answer_of(Op.BEGIN, reply)
+        if started.observed not in (Observed.DONE, Observed.SESSION_OPEN):
+            return started
+        reply = yield from call(_post("/finish_weight_update"))
+        return answer_of(Op.FINISH, reply)
+
+    def begin(self) -> Flow[Answer]:
+        """Open the update session. From here on a generated token kills the engine."""
+        reply = yield from call(_post("/start_weight_update"))
+        return answer_of(Op.BEGIN, reply)
+
+    def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
+        """Receive one bucket; answers when it was received on every rank."""
+        body = json_body({"update_info": update_info})
+        reply = yield from call(
+            HTTPCall(method="POST", path="/update_weights", body=body, attachment=attachment)
+        )
+        return answer_of(Op.UPDATE, reply)
+
+    def finish(self, label: str | None) -> Flow[Answer]:
+        """Close the session; with a label, set it after every rank has closed."""
+        body = None if label is None else {"weight_version": label}
+        reply = yield from call(_post("/finish_weight_update", body))
+        return answer_of(Op.FINISH, reply)
+
+    def label(self, label: str) -> Flow[Answer]:
+        """Set the label alone: to adopt weights, or to write ahead."""
+        reply = yield from call(_post("/update_weight_version", {"new_version": label}))
+        return answer_of(Op.LABEL, reply)
+
+    def read(self) -> Flow[Answer]:
+        """Read label, pause and health. Facts: `label`, `paused`, `healthy`."""
+        health, label, paused = yield from calls(
+            _get("/health"), _get("/weight_info"), _get("/is_paused")
+        )
+        if not health.ok:
+            return Answer(Observed.DEAD, f"/health answered {health.status}", {"healthy": False})
+        for reply in (label, paused):
+            if not reply.ok:
+                return answer_of(Op.READ, reply)
+        facts = {
+            "label": _field(label, "weight_version"),
+            "paused": _field(paused, "is_paused"),
+            "healthy": True,
+        }
+        return Answer(Observed.DONE, facts=facts)
+
+    def resume(self, plan: PausePlan) -> Flow[Answer]:
+        """Go on; a plan that clears is carried out first, and without success nobody goes on."""
+        if _clears(plan):
+            for _ in range(_RESETS):
+                reset = yield from call(
+                    _post(
+                        "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
+                    )
+                )
+                if not reset.ok:
+                    return answer_of(Op.RESUME, reset)
+                if _field(reset, "success") is True:
+                    break
+            else:
+                return Answer(
+                    Observed.REFUSED, "/reset_prefix_cache answered success=false: still paused"
+                )
+        reply = yield from call(_post("/resume"))
+        return answer_of(Op.RESUME, reply)
+
+    def close(self) -> Flow[Answer]:
+        """Close a session after a failure, without a label."""
+        reply = yield from call(_post("/finish_weight_update"))
+        return answer_of(Op.CLOSE, reply)
+
+    def leave(self) -> Flow[Answer]:
+        """Leave the transfer group (0.32 and later; 0.31 has no route and answers 404)."""
+        reply = yield from call(_post("/shutdown_weight_transfer_engine"))
+        return answer_of(Op.JOIN, reply)
+
+
+def _field(reply: HTTPReply, name: str) -> Any:
+    value = reply.json_object()
+    if name not in value:
+        raise ReplyError(
+            f"expected {name!r} from {reply.url}",
+            body=reply.body,
+            status=reply.status,
+            url=reply.url,
+        )
+    return value[name]

@@ -1,0 +1,195 @@
+"""What one vLLM server is and can do, read in two rounds of calls.
+
+The rule of this file: nothing is generated to find something out, and nothing is assumed of a
+server that was not read. A route that is missing becomes a missing capability with its remedy.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from genapi.errors import ConfigError, NotReadyError, ReplyError
+from genapi.providers.base import Capabilities, WorkerFacts
+from genapi.providers.vllm.errors import (
+    ADMIN_REMEDY,
+    BAD_GATEWAY,
+    FORBIDDEN,
+    NOT_ALLOWED,
+    NOT_FOUND,
+    SCALE_OUT_REMEDY,
+    UNAUTHORIZED,
+    UNAVAILABLE,
+    error_of,
+    error_text,
+)
+from genapi.providers.vllm.generate import ABORT_PATH
+from genapi.types.ids import Role
+from genapi.types.response import LogprobsMode
+from genapi.wire.flow import Flow, call, calls
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = ("inspect",)
+
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
+_SPANS_SINCE = (0, 32)
+_REFUSES_SINCE = (0, 33)  # READ: 0.33 answers 503 while paused by abort or wait
+_MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
+
+# Without ids this route answers 400 where it exists, and aborts nothing (transcript 40).
+_SCALE_OUT_PROBE = HTTPCall(method="POST", path=ABORT_PATH, body=b"{}")
+
+
+def _get(path: str, **query: str) -> HTTPCall:
+    return HTTPCall(method="GET", path=path, query=query)
+
+
+def inspect() -> Flow[WorkerFacts]:
+    """What this worker is and can do: at most ten calls.
+
+    `/server_info` takes seconds the first time in a server's life and milliseconds afterwards;
+    it alone names the instance, so it is asked for along with the rest.
+
+    Raises:
+        NotReadyError: it does not serve yet.
+        AuthError: it refused the key.
+        ConfigError: another kind of server answers there.
+    """
+    health, version, models = yield from calls(
+        _get("/health"), _get("/version"), _get("/v1/models")
+    )
+    if health.status in (BAD_GATEWAY, UNAVAILABLE):
+        raise error_of(health, now=0.0)
+    for reply in (health, version, models):
+        if reply.status in (UNAUTHORIZED, FORBIDDEN):
+            raise error_of(reply, now=0.0)
+    engine_version = _engine_version(version)
+    if engine_version is None or not health.ok or not models.ok:
+        yield from _refuse_stranger(health, version, models)
+    replies = yield from calls(
+        _SCALE_OUT_PROBE,
+        _get("/server_info", config_format="json"),
+        _get("/weight_info"),
+        _get("/is_paused"),
+        _get("/is_sleeping"),
+        _get("/get_world_size"),
+    )
+    for reply in replies:
+        if reply.status == UNAUTHORIZED:
+            raise error_of(reply, now=0.0)
+    return _facts(engine_version, models.json_object(), replies)
+
+
+def _facts(
+    engine_version: str | None, models: Mapping[str, Any], replies: tuple[HTTPReply, ...]
+) -> WorkerFacts:
+    probe, info, label, paused, sleeping, ranks = replies
+    config = _read(info, "vllm_config", {})
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    mode = str((config.get("model_config") or {}).get("logprobs_mode", ""))
+    missing: dict[str, str] = {}
+    if probe.status in (FORBIDDEN, NOT_FOUND, NOT_ALLOWED):
+        missing["generate"] = SCALE_OUT_REMEDY
+    if mode.endswith("_logits"):
+        missing["logprobs"] = f"it gives logits ({mode}); start vLLM with another --logprobs-mode"
+    if label.status == NOT_FOUND:
+        missing["admin"] = ADMIN_REMEDY
+    elif backend is None:
+        missing["weights"] = 'start vLLM with --weight-transfer-config \'{"backend": "..."}\''
+    release = _release(engine_version)
+    served = models.get("data")
+    entries = [m for m in served if isinstance(m, dict)] if isinstance(served, list) else []
+    instance = config.get("instance_id")
+    return WorkerFacts(
+        instance=None if instance is None else str(instance),
+        ranks=_read(ranks, "world_size", 1),
+        dp_group=_dp_group(config.get("parallel_config") or {}),
+        role=_role(config),
+        label=_read(label, "weight_version", None),
+        paused=_read(paused, "is_paused", None),
+        asleep=_read(sleeping, "is_sleeping", None) is True,
+        capabilities=Capabilities(
+            engine_version=engine_version,
+            models=tuple(str(m["id"]) for m in entries if "id" in m),
+            max_model_len=_max_model_len(entries),
+            spans=release is not None and release >= _SPANS_SINCE,
+            logprobs_mode=_MODES.get(mode),
+            weight_backend=backend,
+            pause_refuses=release is not None and release >= _REFUSES_SINCE,
+            missing=missing,
+        ),
+    )
+
+
+def _read(reply: HTTPReply, name: str, default: Any) -> Any:
+    """Field `name` of an answer; `default` where the route is missing.
+
+    Raises:
+        ReplyError: the route answered, and not with this field.
+        GenAPIError: it answered an error.
+    """
+    if reply.status in (NOT_FOUND, NOT_ALLOWED):
+        return default
+    if not reply.ok:
+        raise error_of(reply, now=0.0)
+    value = reply.json_object()
+    if name not in value:
+        raise ReplyError(
+            f"expected {name!r} from {reply.url}",
+            body=reply.body,
+            status=reply.status,
+            url=reply.url,
+        )
+    return value[name]
+
+
+def _engine_version(reply: HTTPReply) -> str | None:
+    try:
+        value = reply.json_object().get("version") if reply.ok else None
+    except ReplyError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    match = _VERSION.match(version or "")
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _max_model_len(models: list[dict[str, Any]]) -> int | None:
+    lengths = [m.get("max_model_len") for m in models]
+    return next((n for n in lengths if isinstance(n, int)), None)
+
+
+def _dp_group(parallel: Mapping[str, Any]) -> str | None:
+    """External and hybrid data parallel: every server of the group answers the whole size."""
+    outside = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
+    size = parallel.get("data_parallel_size", 1)
+    if not outside or size == 1:
+        return None
+    address = parallel.get("data_parallel_master_ip")
+    return f"{address}:{parallel.get('data_parallel_rpc_port')}/{size}"
+
+
+def _role(config: Mapping[str, Any]) -> Role:
+    transfer = config.get("kv_transfer_config") or {}
+    return _ROLES.get(str(transfer.get("kv_role")), Role.UNIFIED)
+
+
+def _refuse_stranger(health: HTTPReply, version: HTTPReply, models: HTTPReply) -> Flow[None]:
+    """Say which server answers instead of vLLM; one more call to know SGLang by name."""
+    sglang = yield from call(_get("/get_server_info"))
+    seen = "; ".join(
+        f"{path} answered {reply.status} {error_text(reply.body).message[:80]!r}"
+        for path, reply in (("/health", health), ("/version", version), ("/v1/models", models))
+    )
+    who = "another kind of server answers"
+    if sglang.ok and b"tp_size" in sglang.body:
+        who = "an SGLang server answers; use a target sglang://..."
+    elif b'"endpoints"' in health.body or b'"instances"' in health.body:
+        who = "a Dynamo frontend answers; use a target dynamo://..."
+    elif health.status >= 500:  # noqa: PLR2004 - any failure of the server's own
+        raise NotReadyError(
+            f"{health.url} is not ready: {seen}", status=health.status, body=health.body
+        )
+    raise ConfigError(f"no vLLM at {health.url or 'the address'}: {who} ({seen})")

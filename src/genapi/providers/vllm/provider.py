@@ -1,0 +1,58 @@
+"""`VLLM`: the provider that the registry names."""
+
+from collections.abc import Sequence
+
+from genapi.providers.base import Capabilities, DecodeContext, WorkerFacts
+from genapi.providers.vllm import discovery, generate
+from genapi.providers.vllm.admin import VLLMAdmin
+from genapi.providers.vllm.errors import error_of
+from genapi.types.request import GenerateRequest
+from genapi.types.response import GenerateResponse
+from genapi.wire.flow import Flow
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = ("VLLM",)
+
+
+class VLLM:
+    """vLLM 0.31 to 0.33 over its own routes; see `providers.base.Provider`."""
+
+    name = "vllm"
+    admin = VLLMAdmin()
+
+    def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
+        """Raise before any I/O what cannot be asked."""
+        generate.check(request, capabilities)
+
+    def encode(
+        self,
+        request: GenerateRequest,
+        *,
+        wire_id: str,
+        model: str | None,
+        salt: str | None,
+        stream: bool,
+    ) -> HTTPCall:
+        """The call that asks for this generation."""
+        return generate.encode(request, wire_id=wire_id, model=model, salt=salt, stream=stream)
+
+    def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
+        """The reply as a value."""
+        return generate.decode(reply, context)
+
+    def stream_decoder(self, context: DecodeContext) -> generate.GenerateStream:
+        """A decoder for one streamed reply."""
+        return generate.GenerateStream(context)
+
+    def raise_for_status(self, reply: HTTPReply, context: DecodeContext) -> None:
+        """Raise the typed error that a non-2xx answer is."""
+        if not reply.ok:
+            raise error_of(reply, now=context.now, lora=context.request.lora)
+
+    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
+        """The call that ends these generations."""
+        return generate.abort(wire_ids)
+
+    def inspect(self) -> Flow[WorkerFacts]:
+        """What this worker is and can do."""
+        return discovery.inspect()
