@@ -5,7 +5,7 @@ An error says whose fault it was and whether the peer may have acted on the call
     GenAPIError
     ├── ConfigError (ValueError)      what the user or the fleet's set-up asks for cannot be
     ├── UnsupportedError              the provider cannot do it; raised before any I/O
-    ├── TransportError                no usable HTTP answer        .phase .url
+    ├── TransportError                no usable answer came back   .phase .url
     ├── ReplyError                    the peer broke its contract  .url .status .body
     ├── IncompleteError               the reply ended early        .partial
     ├── ProviderError                 the peer answered an error   .status .code .body
@@ -77,7 +77,7 @@ class UnsupportedError(GenAPIError):
 
 
 class TransportError(GenAPIError):
-    """No usable HTTP answer came back.
+    """No usable answer came back, over HTTP or in a transfer group.
 
     Attributes:
         phase: `not_sent`: the peer cannot have acted; `may_have_run`: it may have;

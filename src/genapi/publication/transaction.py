@@ -310,7 +310,7 @@ def conclude(
     if Op.BEGIN not in progress.asked:
         if progress.dead:
             return Verdict(Outcome.UNTOUCHED, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
-        recovery = _recovery_of_untouched(progress)
+        recovery = _recovery_of_untouched(progress, verdicts)
         return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, recovery)
     read = progress.answers.get(Op.READ)
     if read is not None and read.facts.get("label") == tx.label:
@@ -330,7 +330,13 @@ def conclude(
     return Verdict(Outcome.UNKNOWN, evidence, Recovery.CLOSE_THEN_REPUBLISH)
 
 
-def _recovery_of_untouched(progress: Progress) -> Recovery | None:
+def _recovery_of_untouched(
+    progress: Progress, verdicts: Mapping[tuple[Op, Observed], Verdict]
+) -> Recovery | None:
+    if progress.failure is not None and progress.failure[0] is Op.HEAL:
+        known = verdicts.get((Op.HEAL, progress.failure[1].observed))
+        if known is not None:
+            return known.recovery
     if progress.fence is not None:
         return progress.fence.recovery
     if Op.PAUSE in progress.asked and not progress.did(Op.RESUME):
@@ -356,9 +362,9 @@ def fence(tx: Transaction, progress: Progress, verdict: Verdict) -> Fence | None
         recovery = verdict.recovery
         if recovery is None:
             return None
-        return progress.fence or Fence(
-            strength=FenceStrength.CLIENT, reason=reason, recovery=recovery
-        )
+        if progress.fence is not None and progress.fence.recovery is recovery:
+            return progress.fence
+        return Fence(strength=FenceStrength.CLIENT, reason=reason, recovery=recovery)
     return Fence(
         strength=FenceStrength.PAUSED,
         reason=reason,

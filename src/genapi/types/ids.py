@@ -101,11 +101,11 @@ class TokenIds(Sequence[int]):
         return iter(self._array.tolist())
 
     def __contains__(self, item: object) -> bool:
-        return any(item == token for token in self._array.tolist())
+        return any(token == item for token in self.tolist())
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenIds):
-            return np.array_equal(self._array, other._array)
+            return bool(np.array_equal(self._array, other._array))
         if isinstance(other, tuple | list):
             return self._array.tolist() == list(other)
         if isinstance(other, np.ndarray):

@@ -60,8 +60,8 @@ class SamplingParams(Value):
         stop: texts that end the output.
         stop_token_ids: ids that end the output; the id itself is kept in `token_ids`.
         ignore_eos: go on past the model's end token.
-        logprobs: 0 gives the chosen token's log-probability, k > 0 the k best besides,
-            None turns them off.
+        logprobs: 0 gives the chosen token's log-probability, k > 0 the best candidates as well
+            (vLLM counts the chosen token as one of the k), None turns them off.
         prompt_logprobs: the same for the prompt's tokens; None is off.
         logit_bias: added to the logit of each id.
         bad_words: texts that may not appear.

@@ -18,7 +18,7 @@ Flow = Generator[HTTPCall | tuple[HTTPCall, ...], HTTPReply | tuple[HTTPReply, .
 
 
 def call(request: HTTPCall) -> Flow[HTTPReply]:
-    """One call, one reply; written as `reply = yield from call(...)`."""
+    """Ask once: `reply = yield from` this, with one HTTP call."""
     reply = yield request
     if isinstance(reply, tuple):
         message = "a flow that yielded one call was sent several replies"
@@ -27,7 +27,7 @@ def call(request: HTTPCall) -> Flow[HTTPReply]:
 
 
 def calls(*requests: HTTPCall) -> Flow[tuple[HTTPReply, ...]]:
-    """Several calls that may go at once; replies come in their order."""
+    """Ask several at once: a tuple of replies, in the order of the requests."""
     replies = yield requests
     if not isinstance(replies, tuple) or len(replies) != len(requests):
         message = f"a flow that yielded {len(requests)} calls was sent {replies!r}"
