@@ -7,7 +7,7 @@ shielded task of its own, so that a cancellation is an event of the table and no
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import anyio
@@ -149,11 +149,14 @@ class Drive:
         self._buckets_left = 0
         self._events, self._inbox = anyio.create_memory_object_stream[Event](math.inf)
         self._scopes: set[anyio.CancelScope] = set()
-        self._deadline = math.inf
+        self._cancelled = False
         self._phase_since = 0.0
 
     async def run(self) -> None:
-        """Run to the end. A cancellation ends the transaction first, within `cleanup_s`."""
+        """Run to the end.
+
+        A cancellation ends the transaction first; none of its phases then outlasts `cleanup_s`.
+        """
         ended = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._run, ended)
@@ -208,8 +211,8 @@ class Drive:
 
     @contextmanager
     def _bounded(self, limit_s: float) -> Iterator[anyio.CancelScope]:
-        deadline = min(anyio.current_time() + limit_s, self._deadline)
-        with anyio.CancelScope(deadline=deadline) as scope:
+        limit_s = min(limit_s, self._timeouts.cleanup_s) if self._cancelled else limit_s
+        with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
             self._scopes.add(scope)
             try:
                 yield scope
@@ -217,9 +220,10 @@ class Drive:
                 self._scopes.discard(scope)
 
     def _limit_all(self) -> None:
-        self._deadline = anyio.current_time() + self._timeouts.cleanup_s
+        self._cancelled = True
+        deadline = anyio.current_time() + self._timeouts.cleanup_s
         for scope in self._scopes:
-            scope.deadline = min(scope.deadline, self._deadline)
+            scope.deadline = min(scope.deadline, deadline)
 
     async def _ask(self, worker: WorkerId, op: Op, retries: bool) -> None:  # noqa: FBT001 - start_soon passes by position
         limit_s = self._limit_s(op)
@@ -299,6 +303,9 @@ class Drive:
             membership.learn(url, facts)
             detail = f"{found} answers in place of {worker}; publish again to include it"
             return Answer(Observed.REFUSED, detail)
+        if self.tx.workers[worker].fence is not None:
+            # This process paused it itself, and a paused server cannot be told from a sleeping one.
+            facts = replace(facts, asleep=False)
         self._admin.check(self._plan, facts, backend=self._transport.backend)
         membership.learn(url, facts)
         return Answer(Observed.DONE, facts={"label": facts.label})

@@ -215,7 +215,9 @@ class Fleet:
         return self._client
 
     async def wait_ready(self, timeout_s: float) -> FleetSnapshot:
-        """Wait until every worker serves and the topology is the expected one.
+        """Wait until every worker answers and the topology is the expected one.
+
+        A worker that is paused counts: it serves when whoever paused it has resumed it.
 
         Args:
             timeout_s: bound in seconds.

@@ -26,7 +26,7 @@ from genapi.publication.ranks import Ranked, plan_ranks
 from genapi.publication.transaction import Progress, Transaction, conclude, fence
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
-from genapi.types.policy import PolicyVersion, parse_label
+from genapi.types.policy import PolicyVersion, is_updating_label, parse_label
 from genapi.types.worker import Evidence, Outcome, PublishReport, Receipt
 from genapi.weights.base import WeightSource, WeightTransport
 
@@ -191,8 +191,8 @@ class WeightPublisher:
     ) -> PublishReport:
         """Move the weights of `source` onto every worker under the version `step`.
 
-        Cancelling it ends the transaction first, within `cleanup_s`; `last_report` has the
-        receipts then.
+        Cancelling it ends the transaction first, none of whose phases then outlasts `cleanup_s`;
+        `last_report` has the receipts then.
 
         Args:
             step: newer than the committed step, or a new attempt of one that did not commit.
@@ -260,6 +260,12 @@ class WeightPublisher:
     ) -> PolicyVersion:
         run = self._run_of(step)
         number = step.step if isinstance(step, PolicyVersion) else step
+        for member in members.values():
+            label = member.facts.label if member.facts else None
+            if is_updating_label(label):
+                raise FleetError(
+                    f"{member.name} was left in the middle of an update ({label!r}); publish to it"
+                )
         held = {m.version(None) for m in members.values()} - {None}
         attempt = step.attempt if isinstance(step, PolicyVersion) else 1
         for version in held:

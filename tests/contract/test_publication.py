@@ -9,6 +9,7 @@ import pytest
 
 import genapi
 from genapi import FinishReason, PolicyVersion, WeightPublisher
+from genapi.embedded import Call
 from genapi.events import AdminCalled, Event, PhaseStarted
 from genapi.types.worker import Evidence, FenceStrength, Outcome, PublishReport, Recovery
 from tests.contract.embedded import QUICK, Rig, greedy, request, rig, weights
@@ -319,6 +320,58 @@ async def test_a_worker_that_restarted_since_is_refused_once_and_published_to_ne
         again = await p.publish(1, source(1))
         assert outcomes(again) == [Outcome.COMMITTED] * 2
         assert again.version.attempt == 2
+
+
+@pytest.mark.case("WUP-16")
+async def test_a_worker_that_sleeps_is_refused_before_anything_is_sent_to_it() -> None:
+    async with rig(2, enable_sleep_mode="true") as r, publisher(r) as p:
+        await p.adopt(0)
+        await r.cluster.handle(1, Call("POST", "/sleep", {"level": "1"}))
+        report = await failed(p, 1)
+        assert outcomes(report) == [Outcome.UNTOUCHED] * 2
+        assert "wake" in (report.receipts[1].error or "")
+        assert "pause" not in {e.operation for e in r.events if isinstance(e, AdminCalled)}
+
+
+async def test_a_worker_that_somebody_left_paused_is_published_to_and_serves_again() -> None:
+    async with rig(2) as r, publisher(r) as p:
+        await p.adopt(0)
+        await r.cluster.handle(1, Call("POST", "/pause", {"mode": "keep"}))
+        assert [w.paused for w in (await r.fleet.snapshot()).workers] == [False, True]
+        report = await p.publish(1, source(1))
+        assert outcomes(report) == [Outcome.COMMITTED] * 2
+        assert [w.paused for w in (await r.fleet.snapshot()).workers] == [False, False]
+
+
+async def test_a_worker_with_a_write_ahead_label_is_not_adopted() -> None:
+    async with rig(1) as r, publisher(r) as p:
+        label = PolicyVersion(run="r", step=4).updating_label
+        await r.cluster.handle(
+            0,
+            Call("POST", "/update_weight_version", body=f'{{"new_version":"{label}"}}'.encode()),
+        )
+        await r.fleet.snapshot()
+        with pytest.raises(genapi.FleetError, match="middle of an update"):
+            await p.adopt(0)
+
+
+async def test_a_cancelled_pause_is_awaited_and_resumed() -> None:
+    async with rig(2) as r, publisher(r) as p:
+        await p.adopt(0)
+        r.fail(1, "/pause", "answer_late", delay_s=0.05)
+        scope = anyio.CancelScope()
+
+        def observe(event: Event) -> None:
+            r.events.append(event)
+            if isinstance(event, PhaseStarted) and event.phase == "pause":
+                scope.cancel()
+
+        r.fleet.observe = r.fleet.control.observe = observe
+        with anyio.fail_after(5), scope:
+            await p.publish(1, source(1))
+        assert p.last_report is not None
+        assert [x.fence for x in p.last_report.receipts] == [None, None]
+        assert [w.paused for w in (await r.fleet.snapshot()).workers] == [False, False]
 
 
 async def test_every_gather_has_ended_before_the_first_pause_is_sent() -> None:

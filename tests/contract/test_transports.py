@@ -492,18 +492,21 @@ async def test_a_reused_connection_that_dies_over_a_request_may_have_run_and_is_
     assert [request.connection for request in server.requests] == [1, 1]
 
 
-def kernel_timers(port: int) -> list[str]:
-    """The running timer of each TCP connection from a local port; "02" is the keepalive timer."""
+def kernel_timer(client_port: int, server_port: int) -> str:
+    """The running timer of the client's end of a TCP connection; "02" is the keepalive timer."""
     table = pathlib.Path("/proc/net/tcp").read_text(encoding="ascii")
-    rows = [line.split() for line in table.splitlines()[1:]]
-    return [row[5][:2] for row in rows if row[1].endswith(f":{port:04X}")]
+    rows = (line.split() for line in table.splitlines()[1:])
+    ends = f":{client_port:04X}", f":{server_port:04X}"
+    (timer,) = (row[5][:2] for row in rows if (row[1][-5:], row[2][-5:]) == ends)
+    return timer
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 async def test_the_kernel_probes_a_connection_that_waits_for_a_long_answer(client: Any) -> None:
     async def script(exchange: Exchange) -> None:
-        while kernel_timers(exchange.client_port) != ["02"]:
-            await anyio.sleep(0.01)  # what was sent is still being acknowledged
+        # Until what was sent is acknowledged another timer runs, and the kernel tells nobody.
+        while kernel_timer(exchange.client_port, server.port) != "02":  # noqa: ASYNC110
+            await anyio.sleep(0.01)
         await exchange.reply()
 
     async with pair(client, script) as (transport, server):

@@ -269,7 +269,11 @@ class VllmServer:
         return ok({"status": "awake", "tags": None if tags is None else [tags]})
 
     async def _is_sleeping(self, _: Call) -> Reply:
-        return ok({"is_sleeping": await self._engine.rpc(lambda: self._sleeping)})
+        # as 0.32 answers: a server that is merely paused says that it sleeps
+        held = await self._engine.rpc(
+            lambda: self._sleeping or self._engine.pause_state is not Pause.NONE
+        )
+        return ok({"is_sleeping": held})
 
     async def _reset_prefix_cache(self, call: Call) -> Reply:
         preempt = flag(call.query, "reset_running_requests", default=False)

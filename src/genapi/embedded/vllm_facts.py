@@ -22,6 +22,7 @@ class VllmFlags:
     scale_out: bool = True
     weight_transfer: bool = True
     prompt_tokens_details: bool = False
+    enable_sleep_mode: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -78,7 +79,7 @@ def vllm_config(flags: VllmFlags, engine: EngineConfig, *, instance_id: str) -> 
             "max_model_len": engine.max_model_len,
             "max_logprobs": 20,
             "logprobs_mode": engine.logprobs_mode,
-            "enable_sleep_mode": False,
+            "enable_sleep_mode": flags.enable_sleep_mode,
         },
         "cache_config": {
             "block_size": engine.block_size,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Literal
 
 from genapi.publication.evidence import Observed, Op
 
@@ -80,8 +81,9 @@ class Row:
         otherwise: the next phase when something failed or the caller cancelled.
         tolerates: answers that are no failure here, because a later row decides.
         retries: whether an unanswered operation may be asked again.
-        cut: whether a cancellation cuts waiting short here. Where it is false the phase runs to
-            its own end (bounded), because stopping would leave more unknown than going on.
+        on_cancel: `cut`: what is waited for is given up. `wait`: it is awaited (bounded), since an
+            unanswered call would leave more unknown, and then the row has failed. `go_on`: the
+            row takes no notice, since going forward is the shorter way to a known state.
     """
 
     then: Phase
@@ -91,7 +93,7 @@ class Row:
     act: Act | None = None
     tolerates: frozenset[Observed] = frozenset()
     retries: bool = False
-    cut: bool = True
+    on_cancel: Literal["cut", "wait", "go_on"] = "go_on"
 
 
 _LOST = frozenset({Observed.LOST})
@@ -99,45 +101,59 @@ _LOST = frozenset({Observed.LOST})
 TABLE: Mapping[Phase, Row] = MappingProxyType(
     {
         # Nothing is touched before every worker can take part.
-        Phase.PREFLIGHT: Row(Phase.STAGE, Phase.RELEASED, ask=Op.INSPECT, retries=True),
-        Phase.STAGE: Row(Phase.GROUP, Phase.RELEASED, act=Act.STAGE),
-        Phase.GROUP: Row(Phase.PAUSE, Phase.RELEASED, ask=Op.JOIN, who=Who.UNJOINED, act=Act.JOIN),
-        Phase.PAUSE: Row(Phase.CONFIRM, Phase.RELEASE, ask=Op.PAUSE, retries=True),
-        Phase.CONFIRM: Row(Phase.HEAL, Phase.RELEASE, ask=Op.CONFIRM, retries=True),
-        Phase.HEAL: Row(Phase.BEGIN, Phase.RELEASE, ask=Op.HEAL, who=Who.BROKEN),
+        Phase.PREFLIGHT: Row(
+            Phase.STAGE, Phase.RELEASED, ask=Op.INSPECT, retries=True, on_cancel="cut"
+        ),
+        Phase.STAGE: Row(Phase.GROUP, Phase.RELEASED, act=Act.STAGE, on_cancel="cut"),
+        Phase.GROUP: Row(
+            Phase.PAUSE,
+            Phase.RELEASED,
+            ask=Op.JOIN,
+            who=Who.UNJOINED,
+            act=Act.JOIN,
+            on_cancel="wait",
+        ),
+        Phase.PAUSE: Row(
+            Phase.CONFIRM, Phase.RELEASE, ask=Op.PAUSE, retries=True, on_cancel="wait"
+        ),
+        Phase.CONFIRM: Row(
+            Phase.HEAL, Phase.RELEASE, ask=Op.CONFIRM, retries=True, on_cancel="wait"
+        ),
+        Phase.HEAL: Row(Phase.BEGIN, Phase.RELEASE, ask=Op.HEAL, who=Who.BROKEN, on_cancel="wait"),
         # From here on nobody resumes without proof.
-        Phase.BEGIN: Row(Phase.TRANSFER, Phase.CLOSE, ask=Op.BEGIN),
+        Phase.BEGIN: Row(Phase.TRANSFER, Phase.CLOSE, ask=Op.BEGIN, on_cancel="wait"),
         # A lost reply goes on to FINISH, whose answer decides, if the sender knows that every
         # worker took the bucket.
         Phase.TRANSFER: Row(
-            Phase.FINISH, Phase.CLOSE, ask=Op.UPDATE, act=Act.SEND, tolerates=_LOST
+            Phase.FINISH,
+            Phase.CLOSE,
+            ask=Op.UPDATE,
+            act=Act.SEND,
+            tolerates=_LOST,
+            on_cancel="wait",
         ),
-        Phase.FINISH: Row(Phase.LABEL, Phase.EXAMINE, ask=Op.FINISH, tolerates=_LOST, cut=False),
+        Phase.FINISH: Row(Phase.LABEL, Phase.EXAMINE, ask=Op.FINISH, tolerates=_LOST),
         Phase.LABEL: Row(
             Phase.VERIFY,
             Phase.EXAMINE,
             ask=Op.LABEL,
             who=Who.UNLABELLED,
             tolerates=_LOST,
-            cut=False,
         ),
-        Phase.VERIFY: Row(Phase.COMMIT, Phase.HELD, ask=Op.READ, retries=True, cut=False),
-        Phase.COMMIT: Row(Phase.RESUME, Phase.HELD, act=Act.COMMIT, cut=False),
-        Phase.RESUME: Row(Phase.PROBE, Phase.OPEN, ask=Op.RESUME, retries=True, cut=False),
-        Phase.PROBE: Row(Phase.OPEN, Phase.OPEN, cut=False),
-        Phase.OPEN: Row(Phase.DONE, Phase.DONE, act=Act.OPEN, cut=False),
+        Phase.VERIFY: Row(Phase.COMMIT, Phase.HELD, ask=Op.READ, retries=True),
+        Phase.COMMIT: Row(Phase.RESUME, Phase.HELD, act=Act.COMMIT),
+        Phase.RESUME: Row(Phase.PROBE, Phase.OPEN, ask=Op.RESUME, retries=True),
+        Phase.PROBE: Row(Phase.OPEN, Phase.OPEN),
+        Phase.OPEN: Row(Phase.DONE, Phase.DONE, act=Act.OPEN),
         # Ways out after a failure.
-        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.IN_SESSION, cut=False),
-        Phase.EXAMINE: Row(
-            Phase.HELD, Phase.HELD, ask=Op.READ, who=Who.BEGUN, retries=True, cut=False
-        ),
+        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.IN_SESSION),
+        Phase.EXAMINE: Row(Phase.HELD, Phase.HELD, ask=Op.READ, who=Who.BEGUN, retries=True),
         Phase.RELEASE: Row(
             Phase.RELEASED,
             Phase.RELEASED,
             ask=Op.RESUME,
             who=Who.PAUSED_CLEAN,
             retries=True,
-            cut=False,
         ),
     }
 )

@@ -194,8 +194,10 @@ def advance(tx: Transaction, event: Event) -> Step:
         case ActFailed(act, error):
             tx, commands = _fail(_acted(tx, act), f"{act}: {error}")
         case Cancelled():
-            tx, commands = _fail(tx, "cancelled") if tx.row.cut else (tx, ())
-            commands = (*commands, Cut()) if tx.row.cut else ()
+            if tx.row.on_cancel != "go_on":
+                tx, commands = _fail(tx, "cancelled")
+            if tx.row.on_cancel == "cut":
+                commands = (*commands, Cut())
     if tx.waiting or tx.acting is not None:
         return tx, commands
     return _leave(tx, commands)

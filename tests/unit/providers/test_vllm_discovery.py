@@ -30,7 +30,7 @@ def recorded() -> Answers:
     answers: Answers = {p: exchange("vllm", "01", f"GET {p}").reply for p in names}
     answers["/server_info"] = exchange("vllm", "02", "server_info json").reply
     answers["/inference/v1/abort_requests"] = exchange(
-        "vllm", "40", "/inference/v1/abort_requests without ids"
+        "vllm", "40", "/inference/v1/abort_requests unprefixed"
     ).reply
     return answers
 
@@ -75,7 +75,9 @@ def test_an_inspection_is_nine_calls_that_change_nothing() -> None:
     _, made = play(PROVIDER.inspect(), asks(recorded()))
     assert len(made) == 9
     posts = [call for call in made if call.method == "POST"]
-    assert [(call.path, call.body) for call in posts] == [("/inference/v1/abort_requests", b"{}")]
+    assert [(call.path, call.body) for call in posts] == [
+        ("/inference/v1/abort_requests", b'{"request_ids":["genapi-probe"]}')
+    ]
 
 
 @pytest.mark.parametrize(

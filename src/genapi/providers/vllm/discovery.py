@@ -36,8 +36,11 @@ _REFUSES_SINCE = (0, 33)  # READ: 0.33 answers 503 while paused by abort or wait
 _MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
 
-# Without ids this route answers 400 where it exists, and aborts nothing (transcript 40).
-_SCALE_OUT_PROBE = HTTPCall(method="POST", path=ABORT_PATH, body=b"{}")
+# An id that nobody has: this route answers 200 where it exists, and aborts nothing (transcript
+# 40). Without ids it would answer 400, and the server would print a traceback each time.
+_SCALE_OUT_PROBE = HTTPCall(
+    method="POST", path=ABORT_PATH, body=b'{"request_ids":["genapi-probe"]}'
+)
 
 
 def _get(path: str, **query: str) -> HTTPCall:
@@ -107,7 +110,7 @@ def _facts(
         role=_role(config),
         label=_read(label, "weight_version", None),
         paused=_read(paused, "is_paused", None),
-        asleep=_read(sleeping, "is_sleeping", None) is True,
+        asleep=_asleep(config, paused=paused, sleeping=sleeping),
         capabilities=Capabilities(
             engine_version=engine_version,
             models=tuple(str(m["id"]) for m in entries if "id" in m),
@@ -141,6 +144,18 @@ def _read(reply: HTTPReply, name: str, default: Any) -> Any:
             url=reply.url,
         )
     return value[name]
+
+
+def _asleep(config: Mapping[str, Any], *, paused: HTTPReply, sleeping: HTTPReply) -> bool:
+    """Whether memory may have been released.
+
+    0.32 answers `is_sleeping` for a server that is merely paused, too. Only one that was started
+    with --enable-sleep-mode can release anything; there the two cannot be told apart.
+    """
+    if _read(sleeping, "is_sleeping", None) is not True:
+        return False
+    enabled = (config.get("model_config") or {}).get("enable_sleep_mode") is True
+    return enabled or _read(paused, "is_paused", None) is not True
 
 
 def _engine_version(reply: HTTPReply) -> str | None:
