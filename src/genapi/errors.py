@@ -81,7 +81,7 @@ class TransportError(GenAPIError):
 
     Attributes:
         phase: `not_sent`: the peer cannot have acted; `may_have_run`: it may have;
-            `answered`: an answer began and broke off.
+            `answered`: an answer began (its headers were complete) and broke off.
         url: where the call went.
     """
 

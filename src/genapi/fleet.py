@@ -34,6 +34,8 @@ from genapi.types.worker import FleetSnapshot
 __all__ = ("Fleet", "connect")
 
 _POLL_S = (0.1, 2.0)
+_ADMIN_CONNECT_S = 10.0
+"""Shorter than any phase of a publication: what was never connected is then known not to be sent."""
 _FINAL = (AuthError, ConfigError, UnsupportedError)
 """Failures that waiting does not mend."""
 
@@ -193,7 +195,8 @@ class Fleet:
         requests = AiohttpTransport(Plane(connect_timeout_s=connect_s))
         stack.push_async_callback(requests.aclose)
         # A server that answered an administration error may close without a word: no reuse.
-        administration = AiohttpTransport(Plane(connect_timeout_s=connect_s, keep_alive=False))
+        plane = Plane(connect_timeout_s=min(connect_s, _ADMIN_CONNECT_S), keep_alive=False)
+        administration = AiohttpTransport(plane)
         stack.push_async_callback(administration.aclose)
         return requests, administration
 

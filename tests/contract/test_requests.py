@@ -10,9 +10,11 @@ import pytest
 
 import genapi
 from genapi import FinishReason, GenerateRequest, RetryPolicy, SamplingParams
+from genapi.embedded import Cluster, Fault
 from genapi.errors import GenAPIWarning
 from genapi.events import RequestEnded, RequestRetried
-from tests.contract.embedded import greedy, request, rig
+from genapi.transports.memory import MemoryTransport
+from tests.contract.embedded import QUICK, greedy, request, rig, weights
 
 pytestmark = pytest.mark.anyio
 
@@ -101,6 +103,7 @@ async def test_an_abort_by_the_users_label_ends_the_call_with_what_it_has() -> N
         assert not last.reply.output.is_complete
 
 
+@pytest.mark.case("RETRY-05")
 async def test_two_requests_under_one_label_have_ids_of_their_own_on_the_wire() -> None:
     async with rig(1) as r:
         replies = [await r.fleet.generate(request(request_id="same")) for _ in range(2)]
@@ -178,6 +181,55 @@ async def test_waiting_for_a_slot_is_not_reported_as_a_server_that_is_slow() -> 
                 await r.fleet.generate(request(timeout_s=0.05))
             assert caught.value.phase == "not_sent"
             group.cancel_scope.cancel()
+
+
+@pytest.mark.case("ABORT-05")
+async def test_an_aborted_request_that_is_never_told_ends_within_its_own_bound() -> None:
+    async with rig(1) as r:
+        r.fail(0, GENERATE, "never_answer")
+        async with anyio.create_task_group() as group:
+
+            async def ask() -> None:
+                with pytest.raises(genapi.TransportError, match="timeout_s"):
+                    await r.fleet.generate(request(timeout_s=0.1))
+
+            group.start_soon(ask)
+            async with genapi.WeightPublisher(
+                r.fleet, transport=genapi.weights.Memory(), mode="abort", timeouts=QUICK
+            ) as publisher:
+                with anyio.fail_after(5):
+                    report = await publisher.publish(1, genapi.weights.from_tensors(weights(1)))
+        assert report.committed
+
+
+@pytest.mark.case("DISC-07")
+async def test_a_fleet_is_ready_only_when_health_says_so_and_a_refused_key_fails_at_once() -> None:
+    cluster = Cluster.from_query({})
+    for nth in (1, 2, 3):
+        cluster.workers[0].faults.add(Fault("/health", "error", nth=nth, status=503, body=""))
+    async with genapi.connect("embedded://", transport=MemoryTransport(cluster)) as fleet:
+        with anyio.fail_after(10):
+            snapshot = await fleet.wait_ready(timeout_s=8)
+        assert len(snapshot.workers) == 1
+    async with genapi.connect("embedded://?api_key=secret") as fleet:
+        with anyio.fail_after(5), pytest.raises(genapi.AuthError):
+            await fleet.wait_ready(timeout_s=60)
+
+
+@pytest.mark.case("VER-01")
+async def test_a_reply_that_attests_nothing_is_never_given_the_version_of_a_later_read() -> None:
+    async with rig(1, version="0.31.0") as r:
+        publisher = genapi.WeightPublisher(r.fleet, transport=genapi.weights.Memory())
+        await publisher.adopt(7)
+        async with r.fleet.stream(request(tokens=1500)) as events:
+            await anext(events)
+            await publisher.publish(8, genapi.weights.from_tensors(weights(1)))
+            last = [event async for event in events][-1]
+        assert isinstance(last, genapi.Finished)
+        trace = last.reply.output.policy
+        assert trace.source == "inferred"
+        assert trace.newest is None
+        assert trace.lag(8) is None
 
 
 async def test_requests_of_one_session_stay_on_one_worker() -> None:

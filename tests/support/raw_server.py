@@ -95,6 +95,11 @@ class RawServer:
     _open: set[int] = field(default_factory=set)
     _changed: anyio.Event = field(default_factory=anyio.Event)
 
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
     async def arrived(self, count: int) -> None:
         """Wait until `count` requests have arrived in all."""
         await self._until(lambda: len(self.requests) >= count)

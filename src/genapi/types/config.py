@@ -29,6 +29,7 @@ __all__ = (
 
 Seconds = Annotated[float, Field(gt=0)]
 _REFERENCES = ("env:", "file:")
+_QUERY = {"workers", "discovery"}
 _MAX_PORT = 65535
 
 
@@ -235,6 +236,10 @@ def parse_target(text: str) -> Target:
     query = _query(query_text)
     if name == "embedded":
         return Target(provider=query.get("protocol", "vllm"), carrier="embedded", query=query)
+    unknown = sorted(query.keys() - _QUERY)
+    if unknown:
+        message = f"target {text!r} has unknown parameters {unknown}; known are {sorted(_QUERY)}"
+        raise ConfigError(message)
     requests = _split(unquote(addresses), scheme)
     if not requests:
         message = f"target {text!r} names no address; write {name}://HOST:PORT"
