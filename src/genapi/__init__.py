@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ConfigError,
         FleetError,
         GenAPIError,
+        GenAPIWarning,
         IncompleteError,
         NotReadyError,
         OverloadedError,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from genapi.fleet import Fleet, connect
-    from genapi.offpolicy import OffPolicyWindow
+    from genapi.offpolicy import DropReason, OffPolicyWindow
     from genapi.publisher import WeightPublisher
     from genapi.types.config import FleetConfig, PublishTimeouts, RetryPolicy, Topology
     from genapi.types.ids import TokenIds, WorkerId
@@ -40,28 +41,33 @@ if TYPE_CHECKING:
         GenerateResponse,
         TokenChunk,
     )
+    from genapi.types.worker import Outcome, PublishReport
 
 __all__ = (
     "AuthError",
     "ConfigError",
+    "DropReason",
     "FinishReason",
     "Finished",
     "Fleet",
     "FleetConfig",
     "FleetError",
     "GenAPIError",
+    "GenAPIWarning",
     "GenerateOutput",
     "GenerateRequest",
     "GenerateResponse",
     "IncompleteError",
     "NotReadyError",
     "OffPolicyWindow",
+    "Outcome",
     "OverloadedError",
     "OverlongPromptError",
     "PolicyTrace",
     "PolicyVersion",
     "ProviderError",
     "PublishError",
+    "PublishReport",
     "PublishTimeouts",
     "ReplyError",
     "RetryPolicy",
@@ -83,24 +89,28 @@ __all__ = (
 _HOME = {
     "AuthError": "genapi.errors",
     "ConfigError": "genapi.errors",
+    "DropReason": "genapi.offpolicy",
     "FinishReason": "genapi.types.response",
     "Finished": "genapi.types.response",
     "Fleet": "genapi.fleet",
     "FleetConfig": "genapi.types.config",
     "FleetError": "genapi.errors",
     "GenAPIError": "genapi.errors",
+    "GenAPIWarning": "genapi.errors",
     "GenerateOutput": "genapi.types.response",
     "GenerateRequest": "genapi.types.request",
     "GenerateResponse": "genapi.types.response",
     "IncompleteError": "genapi.errors",
     "NotReadyError": "genapi.errors",
     "OffPolicyWindow": "genapi.offpolicy",
+    "Outcome": "genapi.types.worker",
     "OverloadedError": "genapi.errors",
     "OverlongPromptError": "genapi.errors",
     "PolicyTrace": "genapi.types.policy",
     "PolicyVersion": "genapi.types.policy",
     "ProviderError": "genapi.errors",
     "PublishError": "genapi.errors",
+    "PublishReport": "genapi.types.worker",
     "PublishTimeouts": "genapi.types.config",
     "ReplyError": "genapi.errors",
     "RetryPolicy": "genapi.types.config",

@@ -26,7 +26,7 @@ from genapi.providers.base import Provider, WorkerFacts
 from genapi.transports.base import Plane, Transport
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.memory import MemoryTransport
-from genapi.types.config import FleetConfig, Target
+from genapi.types.config import FleetConfig, Target, parse_target
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateEvent, GenerateResponse
 from genapi.types.worker import FleetSnapshot
@@ -73,6 +73,7 @@ def connect(
     if isinstance(target, FleetConfig):
         config = FleetConfig.model_validate({**dict(target), **given}) if given else target
     else:
+        parse_target(target)  # its own error is plainer than a ValidationError around it
         config = FleetConfig.model_validate({"target": target, **given})
     return Fleet(config, transport=transport, observe=observe)
 

@@ -338,7 +338,7 @@ def test_a_bad_length_is_named_when_the_parameters_are_built(tokens: float) -> N
     ],
 )
 def test_a_target_that_cannot_work_is_named(target: str, named: str) -> None:
-    with pytest.raises((genapi.ConfigError, pydantic.ValidationError), match=named):
+    with pytest.raises(genapi.ConfigError, match=named):
         genapi.connect(target)
 
 
