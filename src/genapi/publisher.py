@@ -266,11 +266,11 @@ class WeightPublisher:
                 raise FleetError(
                     f"{member.name} was left in the middle of an update ({label!r}); publish to it"
                 )
-        held = {m.version(None) for m in members.values()} - {None}
+        held = {m.version(self._fleet.membership.run) for m in members.values()} - {None}
         attempt = step.attempt if isinstance(step, PolicyVersion) else 1
         for version in held:
             assert version is not None  # noqa: S101 - None was taken out
-            if version.step != number or (self._fleet.membership.run or version.run) != version.run:
+            if version.step != number:
                 message = (
                     f"cannot adopt step {number}: a worker already carries {version}; "
                     "adopt that step, or publish"

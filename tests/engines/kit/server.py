@@ -1,0 +1,240 @@
+"""Starts and stops real vLLM servers.
+
+The rule of this file: what is started here ends here. Each server leads a session of its own,
+because vLLM's engine processes outlive a parent that is killed: it is asked to stop by SIGTERM,
+and then whatever is left of its process group is killed.
+
+    with serving(environment, model, count=2, folder=logs) as (first, second):
+        ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import http.client
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ("Server", "ServerError", "serving", "start", "wait_ready")
+
+START_LIMIT_S = 240.0
+STOP_LIMIT_S = 20.0
+PORT_TRIES = 3
+LOOK_EVERY_S = 0.2
+PORT_TAKEN = "ddress already in use"
+
+# Each with the reason why a server on a small machine without a GPU needs it.
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the administration routes
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes a part of the machine's memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # the first request for logprobs would compile for 20 s
+    "GLOO_SOCKET_IFNAME": "lo",  # vLLM's own groups; genapi's takes the way to the trainer
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+REMOVED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_PLUGINS")
+# `vllm serve` looks for a distribution called vllm, which the CPU build is not.
+MODULE = "vllm.entrypoints.openai.api_server"
+FLAGS = (
+    "--host=127.0.0.1",
+    "--served-model-name=tiny",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=4096",
+    "--enable-scale-out",
+    '--weight-transfer-config={"backend": "genapi_gloo"}',
+)
+
+
+class ServerError(Exception):
+    """A server did not start; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        url: its base URL.
+        log: the file that holds all its output.
+        process: its API server process, the leader of its process group.
+    """
+
+    url: str
+    log: pathlib.Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, and id of the group with the engine's processes."""
+        return self.process.pid
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return self.url.removeprefix("http://")
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of its output."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def request(
+        self, method: str, path: str, body: object = None, *, timeout_s: float = 60.0
+    ) -> tuple[int, Any]:
+        """Call a route on a connection of its own; the status, and the body as JSON or text."""
+        connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read().decode()
+        finally:
+            connection.close()
+        try:
+            return reply.status, json.loads(text)
+        except ValueError:
+            return reply.status, text
+
+    def is_healthy(self) -> bool:
+        """Whether /health says 200."""
+        try:
+            status, _ = self.request("GET", "/health", timeout_s=5.0)
+        except (OSError, http.client.HTTPException):
+            return False
+        return status == http.HTTPStatus.OK
+
+    def kill(self) -> None:
+        """Kill the API server and the engine, as a machine that fails would."""
+        self._signal_group(signal.SIGKILL)
+        self._wait_for_group()
+
+    def stop(self) -> None:
+        """Ask it to stop, then kill what is left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_LIMIT_S)
+        self.kill()
+
+    def _signal_group(self, number: int) -> bool:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _wait_for_group(self) -> None:
+        self.process.wait(STOP_LIMIT_S)
+        deadline = time.monotonic() + STOP_LIMIT_S
+        while self._signal_group(0):
+            if time.monotonic() > deadline:
+                raise ServerError(f"processes of group {self.pid} survive SIGKILL")
+            _pause()
+
+
+@contextlib.contextmanager
+def serving(
+    environment: pathlib.Path,
+    model: pathlib.Path,
+    *,
+    count: int = 1,
+    folder: pathlib.Path,
+    flags: Sequence[str] = (),
+) -> Iterator[tuple[Server, ...]]:
+    """Servers of one model, started at the same time and stopped at the end.
+
+    Raises:
+        ServerError: one of them died or was not ready in time.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def launch(number: int, attempt: int) -> Server:
+            place = folder / f"server{number}-{attempt}"
+            server = start(environment, model, folder=place, flags=flags)
+            stack.callback(server.stop)
+            return server
+
+        started = [launch(number, 1) for number in range(count)]
+        ready = []
+        for number, server in enumerate(started):
+            candidate = server
+            for attempt in range(2, PORT_TRIES + 2):
+                try:
+                    wait_ready(candidate)
+                    break
+                except ServerError:
+                    # The port was free when it was chosen; somebody else may have been quicker.
+                    if attempt > PORT_TRIES or PORT_TAKEN not in candidate.log_tail(200):
+                        raise
+                candidate = launch(number, attempt)
+            ready.append(candidate)
+        yield tuple(ready)
+
+
+def start(
+    environment: pathlib.Path,
+    model: pathlib.Path,
+    *,
+    folder: pathlib.Path,
+    flags: Sequence[str] = (),
+) -> Server:
+    """Start a server and return at once; its log and caches go to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    port = _free_port()
+    variables = {k: v for k, v in os.environ.items() if k not in REMOVED} | SETTINGS
+    variables["VLLM_CACHE_ROOT"] = variables["VLLM_CONFIG_ROOT"] = str(folder / "vllm")
+    python = environment / "bin" / "python"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [python, "-m", MODULE, f"--model={model}", f"--port={port}", *FLAGS, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            cwd=folder,
+            start_new_session=True,
+        )
+    return Server(f"http://127.0.0.1:{port}", log, process)
+
+
+def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
+    """Return when the server answers.
+
+    Raises:
+        ServerError: it ended, or did not answer within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while not server.is_healthy():
+        status = server.process.poll()
+        if status is not None:
+            raise ServerError(f"the server ended with {status}:\n{server.log_tail()}")
+        if time.monotonic() > deadline:
+            raise ServerError(f"no /health within {limit_s:g} s:\n{server.log_tail()}")
+        _pause()
+
+
+def _pause() -> None:
+    threading.Event().wait(LOOK_EVERY_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

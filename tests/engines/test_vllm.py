@@ -1,0 +1,435 @@
+"""genapi against real vLLM servers: rollouts, publications over gloo, and failures.
+
+Greedy tokens are held against `transformers` on the weights that the trace names. A difference
+counts unless the reference's two best logits are within `TIE` there; ties are counted and printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import genapi
+from genapi import FinishReason, GenerateRequest, Outcome, PublishTimeouts, SamplingParams
+from genapi.events import AdminCalled, Event, PhaseStarted
+from genapi.transports.base import Plane, StreamReply
+from genapi.transports.http_aiohttp import AiohttpTransport
+from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
+from genapi.wire.http import HTTPCall, HTTPReply
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from tests.engines.conftest import Models, Oracle, Serve
+    from tests.engines.kit.server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio]
+
+TIE = 1e-4
+TIES_PER_TOKEN = 1 / 1000
+PROMPT = tuple(300 + 7 * i for i in range(200))
+LIMITS = PublishTimeouts(
+    pause_s=20, transfer_s=30, finish_s=20, verify_s=10, resume_s=20, cleanup_s=10
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def target(*servers: Server) -> str:
+    return "vllm://" + ",".join(server.address for server in servers)
+
+
+def request(*, tokens: int = 16, **more: Any) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(prompt_token_ids=PROMPT, sampling=sampling, **more)
+
+
+def publisher(fleet: genapi.Fleet, **more: Any) -> genapi.WeightPublisher:
+    return genapi.WeightPublisher(
+        fleet, transport=genapi.weights.Gloo(timeout_s=20), timeouts=LIMITS, **more
+    )
+
+
+def weights(folder: pathlib.Path) -> genapi.weights.WeightSource:
+    return genapi.weights.from_safetensors(folder)
+
+
+class Judge:
+    """Holds greedy tokens against the reference, and counts ties."""
+
+    def __init__(self, oracle: Oracle, folders: Mapping[int, pathlib.Path]) -> None:
+        self.oracle = oracle
+        self.folders = folders
+        self.tokens = 0
+        self.ties = 0
+
+    def check(self, reply: genapi.GenerateResponse) -> None:
+        """Every token is what the weights that its span names make of everything before it."""
+        out = reply.output
+        assert out.policy.source == "engine"
+        for span in out.policy.spans:
+            assert span.lo is not None
+            assert span.is_attested
+            assert span.context == span.lo
+            before = (*PROMPT, *out.token_ids[: span.start])
+            made = out.token_ids[span.start : span.end]
+            said = self.oracle(self.folders[span.lo.step], before, made)
+            for token, (best, margin) in zip(made, said, strict=True):
+                self.tokens += 1
+                if margin <= TIE:
+                    self.ties += 1
+                else:
+                    assert token == best
+
+    def close(self) -> None:
+        print(f"\n{self.tokens} tokens equal the reference, {self.ties} ties")
+        assert self.tokens > 0
+        assert self.ties <= max(1, self.tokens * TIES_PER_TOKEN)
+
+
+async def everywhere(fleet: genapi.Fleet, **more: Any) -> list[genapi.GenerateResponse]:
+    """One reply from each worker."""
+    replies: dict[str, genapi.GenerateResponse] = {}
+    count = len((await fleet.snapshot()).workers)
+    for number in range(100):
+        reply = await fleet.generate(request(session=str(number), **more))
+        replies[str(reply.worker)] = reply
+        if len(replies) == count:
+            return list(replies.values())
+    raise AssertionError("a worker never answered")
+
+
+async def test_a_streamed_reply_equals_the_unary_one_token_for_token(
+    vllm_pair: tuple[Server, Server],
+) -> None:
+    async with genapi.connect(target(*vllm_pair)) as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        asked = request(session="one").model_copy(
+            update={
+                "sampling": SamplingParams(
+                    max_tokens=64, temperature=0.0, logprobs=3, ignore_eos=True
+                )
+            }
+        )
+        whole = await fleet.generate(asked)
+        async with fleet.stream(asked) as events:
+            last = [event async for event in events][-1]
+        assert isinstance(last, genapi.Finished)
+        assert last.reply.output == whole.output
+        assert last.reply.worker == whole.worker
+        assert whole.output.finish_reason is FinishReason.LENGTH
+
+
+async def test_published_weights_are_served_exactly_and_the_first_ones_come_back(
+    vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
+) -> None:
+    async with genapi.connect(target(*vllm_pair), run="exact") as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        judge = Judge(oracle, {0: models.seed0, 1: models.seed1, 2: models.seed0})
+        async with publisher(fleet) as p:
+            await p.adopt(0)
+            first = await everywhere(fleet)
+            pauses = []
+            for step, folder in ((1, models.seed1), (2, models.seed0)):
+                report = await p.publish(step, weights(folder))
+                assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+                assert [r.evidence for r in report.receipts] == [Evidence.OWN_LABEL] * 2
+                pauses += [r.paused_s for r in report.receipts]
+                snapshot = await fleet.snapshot()
+                assert {w.label for w in snapshot.workers} == {report.version.label}
+                assert {w.version for w in snapshot.workers} == {report.version}
+                for reply in await everywhere(fleet):
+                    assert reply.output.policy.oldest == report.version
+                    assert reply.output.policy.is_pure
+                    judge.check(reply)
+            last = await everywhere(fleet)
+            assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
+            print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
+        judge.close()
+
+
+async def test_a_kept_request_shows_two_spans_and_each_token_is_of_the_weights_it_names(
+    vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
+) -> None:
+    async with genapi.connect(target(*vllm_pair), run="kept") as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        judge = Judge(oracle, {10: models.seed0, 11: models.seed1})
+        async with publisher(fleet) as p:
+            # The group forms with the first publication, and no token is made meanwhile.
+            await p.publish(10, weights(models.seed0))
+            async with fleet.stream(request(tokens=3000)) as events:
+                for _ in range(20):
+                    await anext(events)
+                await p.publish(11, weights(models.seed1))
+                last = [event async for event in events][-1]
+            await p.publish(12, weights(models.seed0))
+        assert isinstance(last, genapi.Finished)
+        trace = last.reply.output.policy
+        assert [s.lo.step for s in trace.spans if s.lo] == [10, 11]
+        assert trace.is_mixed
+        judge.check(last.reply)
+        judge.close()
+
+
+async def test_every_gather_has_ended_before_the_first_pause(
+    vllm_pair: tuple[Server, Server], models: Models
+) -> None:
+    order: list[str] = []
+    gathered = anyio.Event()
+
+    class Slow:
+        """Waits for the test before its last tensor."""
+
+        def __init__(self) -> None:
+            self.inner = weights(models.seed0)
+
+        def manifest(self) -> Sequence[genapi.weights.TensorMeta]:
+            return self.inner.manifest()
+
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            for pair in self.inner:
+                order.append("gather")
+                yield pair
+
+    def observe(event: Event) -> None:
+        if isinstance(event, PhaseStarted):
+            order.append(event.phase)
+            if event.phase == "pause":
+                gathered.set()
+
+    async with genapi.connect(target(*vllm_pair), run="order", observe=observe) as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        async with publisher(fleet) as p:
+            await p.publish(1, Slow())
+    assert gathered.is_set()
+    last_gather = max(index for index, what in enumerate(order) if what == "gather")
+    assert last_gather < order.index("pause")
+
+
+class Losing:
+    """An HTTP transport that loses the reply to one call: the server acts, nobody hears of it."""
+
+    in_process = False
+
+    def __init__(self, path: str, server: Server) -> None:
+        self.inner = AiohttpTransport(Plane(keep_alive=False))
+        self.path = path
+        self.url = server.url
+        self.lost = 0
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
+    ) -> HTTPReply:
+        reply = await self.inner.send(base_url, call, headers=headers or {})
+        if call.path == self.path and base_url == self.url and not self.lost:
+            self.lost += 1
+            raise genapi.TransportError("lost on the way back", phase="may_have_run", url=base_url)
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[StreamReply]:
+        async with self.inner.stream(base_url, call, headers=headers or {}) as reply:
+            yield reply
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
+async def test_a_lost_reply_is_decided_by_what_is_read_back(
+    path: str, vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
+) -> None:
+    transport = Losing(path, vllm_pair[1])
+    run = "lost" + path.replace("/", "-")
+    async with contextlib.aclosing(transport):
+        async with genapi.connect(target(*vllm_pair), run=run, transport=transport) as fleet:
+            await fleet.wait_ready(timeout_s=60)
+            judge = Judge(oracle, {1: models.seed1})
+            async with publisher(fleet) as p:
+                report = await p.publish(1, weights(models.seed1))
+                assert transport.lost == 1
+                assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+                for reply in await everywhere(fleet):
+                    judge.check(reply)
+                await p.publish(2, weights(models.seed0))
+            judge.close()
+
+
+@pytest.mark.parametrize("phase", ["stage", "pause", "begin", "transfer", "finish"])
+async def test_a_cancelled_publication_leaves_one_version_or_fences(
+    phase: str, vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
+) -> None:
+    scope = anyio.CancelScope()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, PhaseStarted) and event.phase == phase and event.version.step == 1:
+            scope.cancel()
+
+    async with genapi.connect(target(*vllm_pair), run=f"cancel-{phase}", observe=observe) as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        judge = Judge(oracle, {0: models.seed0, 1: models.seed1, 2: models.seed0})
+        async with publisher(fleet) as p:
+            await p.publish(0, weights(models.seed0))
+            with anyio.fail_after(120), scope:
+                await p.publish(1, weights(models.seed1))
+            report = p.last_report
+            assert report is not None
+            fenced = [r.fence is not None for r in report.receipts]
+            if not any(fenced):
+                for reply in await everywhere(fleet):
+                    assert reply.output.policy.oldest is not None
+                    assert reply.output.policy.oldest.step == int(report.committed)
+                    judge.check(reply)
+            else:
+                assert all(fenced)
+                assert all(r.recovery is not Recovery.RESTART_THEN_PUBLISH for r in report.receipts)
+            again = await p.publish(2, weights(models.seed0))
+            assert again.committed
+            for reply in await everywhere(fleet):
+                judge.check(reply)
+        judge.close()
+
+
+async def failed(
+    p: genapi.WeightPublisher, step: int, source: genapi.weights.WeightSource
+) -> PublishReport:
+    with anyio.fail_after(120), pytest.raises(genapi.PublishError) as caught:
+        await p.publish(step, source)
+    report = caught.value.report
+    assert isinstance(report, PublishReport)
+    print(f"\n{report}")
+    return report
+
+
+async def test_a_wrong_shape_in_mid_update_leaves_both_dirty_and_nobody_resumed(
+    serve: Serve, models: Models
+) -> None:
+    tensors = load_file(models.seed1 / "model.safetensors")
+    middle = sorted(tensors)[len(tensors) // 2]
+    tensors[middle] = torch.zeros(3, 3)
+    calls: list[str] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, AdminCalled):
+            calls.append(event.operation)
+
+    with serve(2) as servers:
+        async with genapi.connect(target(*servers), run="shape", observe=observe) as fleet:
+            await fleet.wait_ready(timeout_s=60)
+            async with publisher(fleet) as p:
+                await p.adopt(0)
+                source = genapi.weights.from_tensors(dict(sorted(tensors.items())))
+                report = await failed(p, 1, source)
+                for receipt in report.receipts:
+                    assert receipt.outcome in (Outcome.DIRTY, Outcome.UNKNOWN)
+                    assert receipt.fence is not None
+                assert Recovery.RESTART_THEN_PUBLISH in {r.recovery for r in report.receipts}
+                assert "resume" not in calls
+                snapshot = await fleet.snapshot()
+                assert [w.paused for w in snapshot.workers] == [True, True]
+                assert snapshot.committed is not None
+                assert snapshot.committed.step == 0
+                with pytest.raises(genapi.FleetError):
+                    await fleet.generate(request(timeout_s=20))
+
+
+@pytest.mark.parametrize("phase", ["preflight", "transfer", "verify"])
+async def test_one_of_two_workers_killed_leaves_receipts_and_the_other_can_go_on(
+    phase: str, serve: Serve, models: Models, oracle: Oracle
+) -> None:
+    with serve(2) as servers:
+
+        def observe(event: Event) -> None:
+            if isinstance(event, PhaseStarted) and event.phase == phase and event.version.step == 1:
+                os.killpg(servers[1].pid, signal.SIGKILL)
+
+        async with genapi.connect(target(*servers), run="kill", observe=observe) as fleet:
+            await fleet.wait_ready(timeout_s=60)
+            async with publisher(fleet) as p:
+                await p.publish(0, weights(models.seed0))
+                report = await failed(p, 1, weights(models.seed1))
+                assert fleet.membership.committed is not None
+                assert fleet.membership.committed.step == 0
+                survivor, dead = report.receipts
+                if phase == "preflight":
+                    assert survivor.outcome is Outcome.UNTOUCHED
+                    assert survivor.fence is None
+                    assert (await fleet.generate(request(timeout_s=30))).worker == survivor.worker
+                else:
+                    assert dead.outcome is not Outcome.COMMITTED
+                    assert dead.fence is not None
+                    assert dead.fence.strength is FenceStrength.DEAD
+                    assert dead.recovery is Recovery.RESTART_THEN_PUBLISH
+                    assert survivor.fence is not None
+        # Whoever is left serves the new weights exactly, once published to.
+        async with genapi.connect(target(servers[0]), run="kill") as alone:
+            judge = Judge(oracle, {2: models.seed1})
+            async with publisher(alone) as p:
+                again = await p.publish(2, weights(models.seed1))
+                assert again.committed
+                judge.check(await alone.generate(request()))
+            judge.close()
+
+
+async def test_a_pause_that_never_answers_ends_bounded_and_the_other_worker_serves(
+    vllm_pair: tuple[Server, Server], models: Models
+) -> None:
+    class Silent(Losing):
+        async def send(
+            self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
+        ) -> HTTPReply:
+            if call.path == "/pause" and base_url == self.url:
+                await anyio.sleep_forever()
+            return await self.inner.send(base_url, call, headers=headers or {})
+
+    transport = Silent("/pause", vllm_pair[1])
+    limits = LIMITS.model_copy(update={"pause_s": 2.0})
+    async with contextlib.aclosing(transport):
+        async with genapi.connect(target(*vllm_pair), run="silent", transport=transport) as fleet:
+            await fleet.wait_ready(timeout_s=60)
+            p = genapi.WeightPublisher(
+                fleet, transport=genapi.weights.Gloo(timeout_s=20), timeouts=limits
+            )
+            async with p:
+                await p.adopt(0)
+                report = await failed(p, 1, weights(models.seed1))
+                assert [r.outcome for r in report.receipts] == [Outcome.UNTOUCHED] * 2
+                assert report.receipts[0].fence is None
+                assert report.receipts[1].fence is not None
+                assert "pause" in (report.receipts[1].error or "")
+                reply = await fleet.generate(request(timeout_s=30))
+                assert reply.worker == report.receipts[0].worker
+
+
+async def test_wrong_keys_and_switched_off_routes_are_named(serve: Serve) -> None:
+    with serve(1, flags=["--api-key=secret"]) as (server,):
+        async with genapi.connect(target(server)) as fleet:
+            with pytest.raises(genapi.AuthError):
+                await fleet.wait_ready(timeout_s=30)
+        async with genapi.connect(target(server), api_key="secret") as fleet:
+            await fleet.wait_ready(timeout_s=30)
+            with pytest.raises(genapi.ProviderError, match="999999"):
+                await fleet.generate(
+                    GenerateRequest(
+                        prompt_token_ids=[999999], sampling=SamplingParams(max_tokens=1)
+                    )
+                )
+            with pytest.raises(genapi.OverlongPromptError):
+                await fleet.generate(
+                    GenerateRequest(
+                        prompt_token_ids=[5] * 5000, sampling=SamplingParams(max_tokens=1)
+                    )
+                )
