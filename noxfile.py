@@ -14,6 +14,7 @@ Real engines live in environments of their own, outside the checkout; see tests/
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -99,16 +100,14 @@ class Environment:
         call(*pip, arguments[0], "--quiet", *arguments[1:], remedy=remedy)
 
     def _inspect(self) -> None:
-        files = (entry for entry in self.path.rglob("*") if not entry.is_symlink())
-        size_mb = sum(entry.stat().st_size for entry in files if entry.is_file()) // 10**6
-        print(f"nox > {self.path.relative_to(ROOT)} holds {size_mb} MB", flush=True)
-        if size_mb > self.limit_mb:
+        size = size_mb(self.path)
+        print(f"nox > {self.path.relative_to(ROOT)} holds {size} MB", flush=True)
+        if size > self.limit_mb:
             raise BrokenEnvironmentError(
-                f"{self.path} holds {size_mb} MB, more than {self.limit_mb}: look for a CUDA stack"
+                f"{self.path} holds {size} MB, more than {self.limit_mb}: look for a CUDA stack"
             )
         if self.torch:
-            cuda_free = "import sys, torch; sys.exit(torch.version.cuda is not None)"
-            call(self.program("python"), "-c", cuda_free, remedy="torch is a CUDA build")
+            refuse_cuda(self.program("python"))
 
 
 DEV = Environment(
@@ -116,6 +115,33 @@ DEV = Environment(
 )
 DEMO = Environment(name="demo", extras=("embedded",), limit_mb=400)
 ENGINES = ("torch", "vllm")  # the first has torch and nothing else: what engine_side may count on
+
+
+def size_mb(place: pathlib.Path) -> int:
+    """How many megabytes the files of an environment take."""
+    files = (entry for entry in place.rglob("*") if not entry.is_symlink())
+    return sum(entry.stat().st_size for entry in files if entry.is_file()) // 10**6
+
+
+def refuse_cuda(python: str) -> None:
+    """Raise when an environment's torch is a CUDA build."""
+    cuda_free = "import sys, torch; sys.exit(torch.version.cuda is not None)"
+    call(python, "-c", cuda_free, remedy="torch is a CUDA build")
+
+
+def fill_engine_environment(
+    name: str, place: pathlib.Path, pip: tuple[str, ...], lists: list[pathlib.Path]
+) -> None:
+    """Install what an engine's folder of tests/engines/kit lists."""
+    print(f"nox > making {place}; this takes a few minutes", flush=True)
+    call(sys.executable, "-m", "venv", "--clear", str(place), remedy="install venv")
+    call(*pip, "install", "-c", str(PINS), "torch", remedy=NO_TORCH)
+    for path in lists:
+        alone = ("--no-deps",) if path.stem == "nodeps" else ()
+        remedy = f"{name} cannot be installed here; see pip's message above"
+        call(*pip, "install", *alone, "-r", str(path), remedy=remedy)
+    refuse_cuda(pip[0])
+    print(f"nox > {place} holds {size_mb(place)} MB", flush=True)
 
 
 def engine_environment(name: str) -> pathlib.Path:
@@ -133,19 +159,17 @@ def engine_environment(name: str) -> pathlib.Path:
     key = hashlib.sha256(b"\n".join(inputs)).hexdigest()[:16]
     home = os.environ.get("GENAPI_ENGINES_HOME", "~/.cache/genapi/engines")
     place = pathlib.Path(home).expanduser() / f"{name}-{key}"
-    pip = (str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet")
+    python = str(place / "bin" / "python")
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
     made = place / ".made"
-    if not made.is_file():
-        print(f"nox > making {place}; this takes a few minutes", flush=True)
-        call(sys.executable, "-m", "venv", "--clear", str(place), remedy="install venv")
-        call(*pip, "install", "-c", str(PINS), "torch", remedy=NO_TORCH)
-        for path in lists:
-            alone = ("--no-deps",) if path.stem == "nodeps" else ()
-            remedy = f"{name} cannot be installed here; see pip's message above"
-            call(*pip, "install", *alone, "-r", str(path), remedy=remedy)
-        made.touch()
-    anew = ("install", "--no-deps", "--force-reinstall")
-    call(*pip, *anew, str(ROOT), remedy="genapi cannot be built; see pip's message above")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with (place.parent / f"{place.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another checkout may want the same environment
+        if not made.is_file():
+            fill_engine_environment(name, place, pip, lists)
+            made.touch()
+        anew = ("install", "--no-deps", "--force-reinstall")
+        call(*pip, *anew, str(ROOT), remedy="genapi cannot be built; see pip's message above")
     return place
 
 

@@ -35,7 +35,7 @@ __all__ = ("Fleet", "connect")
 
 _POLL_S = (0.1, 2.0)
 _ADMIN_CONNECT_S = 10.0
-"""Shorter than any phase of a publication: what was never connected is then known not to be sent."""
+"""Shorter than a phase of a publication, so that what never connected is known as not sent."""
 _FINAL = (AuthError, ConfigError, UnsupportedError)
 """Failures that waiting does not mend."""
 

@@ -254,18 +254,20 @@ async def test_a_lost_reply_is_decided_by_what_is_read_back(
 ) -> None:
     transport = Losing(path, vllm_pair[1])
     run = "lost" + path.replace("/", "-")
-    async with contextlib.aclosing(transport):
-        async with genapi.connect(target(*vllm_pair), run=run, transport=transport) as fleet:
-            await fleet.wait_ready(timeout_s=60)
-            judge = Judge(oracle, {1: models.seed1})
-            async with publisher(fleet) as p:
-                report = await p.publish(1, weights(models.seed1))
-                assert transport.lost == 1
-                assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
-                for reply in await everywhere(fleet):
-                    judge.check(reply)
-                await p.publish(2, weights(models.seed0))
-            judge.close()
+    async with (
+        contextlib.aclosing(transport),
+        genapi.connect(target(*vllm_pair), run=run, transport=transport) as fleet,
+    ):
+        await fleet.wait_ready(timeout_s=60)
+        judge = Judge(oracle, {1: models.seed1})
+        async with publisher(fleet) as p:
+            report = await p.publish(1, weights(models.seed1))
+            assert transport.lost == 1
+            assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+            for reply in await everywhere(fleet):
+                judge.check(reply)
+            await p.publish(2, weights(models.seed0))
+        judge.close()
 
 
 @pytest.mark.parametrize("phase", ["stage", "pause", "begin", "transfer", "finish"])
@@ -397,21 +399,23 @@ async def test_a_pause_that_never_answers_ends_bounded_and_the_other_worker_serv
 
     transport = Silent("/pause", vllm_pair[1])
     limits = LIMITS.model_copy(update={"pause_s": 2.0})
-    async with contextlib.aclosing(transport):
-        async with genapi.connect(target(*vllm_pair), run="silent", transport=transport) as fleet:
-            await fleet.wait_ready(timeout_s=60)
-            p = genapi.WeightPublisher(
-                fleet, transport=genapi.weights.Gloo(timeout_s=20), timeouts=limits
-            )
-            async with p:
-                await p.adopt(0)
-                report = await failed(p, 1, weights(models.seed1))
-                assert [r.outcome for r in report.receipts] == [Outcome.UNTOUCHED] * 2
-                assert report.receipts[0].fence is None
-                assert report.receipts[1].fence is not None
-                assert "pause" in (report.receipts[1].error or "")
-                reply = await fleet.generate(request(timeout_s=30))
-                assert reply.worker == report.receipts[0].worker
+    async with (
+        contextlib.aclosing(transport),
+        genapi.connect(target(*vllm_pair), run="silent", transport=transport) as fleet,
+    ):
+        await fleet.wait_ready(timeout_s=60)
+        p = genapi.WeightPublisher(
+            fleet, transport=genapi.weights.Gloo(timeout_s=20), timeouts=limits
+        )
+        async with p:
+            await p.adopt(0)
+            report = await failed(p, 1, weights(models.seed1))
+            assert [r.outcome for r in report.receipts] == [Outcome.UNTOUCHED] * 2
+            assert report.receipts[0].fence is None
+            assert report.receipts[1].fence is not None
+            assert "pause" in (report.receipts[1].error or "")
+            reply = await fleet.generate(request(timeout_s=30))
+            assert reply.worker == report.receipts[0].worker
 
 
 async def test_wrong_keys_and_switched_off_routes_are_named(serve: Serve) -> None:

@@ -107,7 +107,7 @@ class TokenIds(Sequence[int]):
         if isinstance(other, TokenIds):
             return bool(np.array_equal(self._array, other._array))
         if isinstance(other, tuple | list):
-            return self._array.tolist() == list(other)
+            return self.tolist() == list(other)
         if isinstance(other, np.ndarray):
             return np.array_equal(self._array, other)
         return NotImplemented
