@@ -111,7 +111,11 @@ class Environment:
 
 
 DEV = Environment(
-    name="dev", extras=("embedded", "testing", "torch"), torch=True, tools=True, limit_mb=2500
+    name="dev",
+    extras=("embedded", "redis", "testing", "torch"),
+    torch=True,
+    tools=True,
+    limit_mb=2500,
 )
 DEMO = Environment(name="demo", extras=("embedded",), limit_mb=400)
 ENGINES = ("torch", "vllm")  # the first has torch and nothing else: what engine_side may count on
