@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         PublishError,
         ReplyError,
         StalePolicyError,
+        SupersededError,
         TransportError,
         UnsupportedError,
     )
@@ -74,6 +75,7 @@ __all__ = (
     "SamplingParams",
     "Span",
     "StalePolicyError",
+    "SupersededError",
     "TokenChunk",
     "TokenIds",
     "Topology",
@@ -117,6 +119,7 @@ _HOME = {
     "SamplingParams": "genapi.types.request",
     "Span": "genapi.types.policy",
     "StalePolicyError": "genapi.errors",
+    "SupersededError": "genapi.errors",
     "TokenChunk": "genapi.types.response",
     "TokenIds": "genapi.types.ids",
     "Topology": "genapi.types.config",

@@ -1,72 +1,69 @@
-"""The request plane: which worker gets a request, when it is sent again, how a stream is read.
+"""The request plane: sends generations, again where that is right, and reads their replies.
 
 The rule of this file: retries happen here and nowhere else, and never for anything but a
 generation. Every sending has a wire id of its own.
 """
 
+import math
 import random
 import time
 import uuid
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 
 import anyio
+import numpy as np
 
 from genapi.errors import (
     FleetError,
     GenAPIError,
     GenAPIWarning,
+    IncompleteError,
     ProviderError,
     ReplyError,
     TransportError,
-    UnsupportedError,
 )
 from genapi.events import Observe, RequestEnded, RequestRetried
 from genapi.membership import Member, Membership
-from genapi.providers.base import DecodeContext, Provider
+from genapi.providers.base import DecodeContext, Provider, StreamDecoder
 from genapi.publication.context import with_contexts
+from genapi.routing import Routing, VersionGoneError
+from genapi.runs import AbortedError, Run, Sending
 from genapi.transports.base import StreamReply, Transport
 from genapi.types.config import FleetConfig
-from genapi.types.policy import PolicyVersion
+from genapi.types.ids import TokenIds
+from genapi.types.policy import PolicyTrace
 from genapi.types.request import GenerateRequest
 from genapi.types.response import (
     Attempt,
     Finished,
+    FinishReason,
     GenerateEvent,
+    GenerateOutput,
     GenerateResponse,
     LogprobsMode,
+    TokenChunk,
 )
+from genapi.versions import Versions, is_bound, is_undated, stale
 from genapi.wire.http import HTTPCall, HTTPReply
 from genapi.wire.retry import retry_wait_s
 
 __all__ = ("Client",)
 
 _ABORT_S = 5.0
-_ERROR_BODY_BYTES = 1 << 20
+_LARGEST_WHOLE_BODY = 64 << 20
+_EVENT_STREAM = "text/event-stream"
 
 
-@dataclass(slots=True)
-class _Sending:
-    """One sending of one request."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A stream that began; `whole` = the server sent the reply in one piece instead."""
 
-    wire_id: str
-    url: str
-    member: Member | None
-    salted: PolicyVersion | None
-    remarks: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Run:
-    """One request of the user's, over all its sendings."""
-
-    request: GenerateRequest
-    request_id: str
-    attempts: list[Attempt] = field(default_factory=list)
-    current: _Sending | None = None
+    reply: StreamReply
+    context: DecodeContext
+    whole: GenerateResponse | None = None
 
 
 class Client:
@@ -79,48 +76,89 @@ class Client:
         transport: Transport,
         membership: Membership,
         *,
-        urls: tuple[str, ...],
-        routed: bool,
+        routing: Routing,
+        versions: Versions,
+        prepare: Callable[[], Awaitable[None]],
         headers: Callable[[str], Mapping[str, str]],
-        revive: Callable[[], Awaitable[None]],
+        abort_headers: Callable[[str], Mapping[str, str]],
         observe: Observe,
     ) -> None:
         self._config = config
         self._provider = provider
         self._transport = transport
         self._membership = membership
-        self._routers = dict.fromkeys(urls, 0) if routed else None
+        self._routing = routing
+        self._versions = versions
+        self._prepare = prepare
         self._headers = headers
-        self._revive = revive
+        self._abort_headers = abort_headers
         self._observe = observe
-        self._limit = anyio.CapacityLimiter(config.max_in_flight) if config.max_in_flight else None
-        self._runs: dict[str, list[_Run]] = {}
+        self._slots = anyio.Semaphore(config.max_in_flight) if config.max_in_flight else None
+        self._runs: dict[str, list[Run]] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """The reply to one request; see `Fleet.generate`."""
-        self._check(request)
+        self._provider.check(request, None)
         with self._run(request) as run:
             async with self._bounded(run):
-                while True:
-                    async with self._sending(run, stream=False) as (sending, call, context):
-                        reply = await self._transport.send(
-                            sending.url, call, headers=self._headers(sending.url)
-                        )
-                        return self._finish(run, self._provider.decode(reply, context))
+                try:
+                    return await self._generate(run)
+                except AbortedError:
+                    return _aborted(run)
+
+    async def _generate(self, run: Run) -> GenerateResponse:
+        await self._make_ready(run)
+        while True:
+            if run.is_bound:
+                await self._versions.wait_for_version(run)
+            try:
+                async with self._slot(run):
+                    response = await self._exchange(run)
+            except VersionGoneError:
+                continue
+            if is_undated(run, response):
+                response = await self._versions.dated(run, response)
+            if not run.is_bound or self._versions.is_asked_for(run, response):
+                return response
+            await self._versions.before_another(run)
+
+    async def _exchange(self, run: Run) -> GenerateResponse:
+        while True:
+            async with self._sending(run, stream=False) as (sending, call, context):
+                reply = await self._transport.send(
+                    sending.url, call, headers=self._headers(sending.url)
+                )
+                return self._finish(run, self._provider.decode(reply, context))
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
         """The reply while it arrives; see `Fleet.stream`."""
-        self._check(request)
+        self._provider.check(request, None)
         with self._run(request) as run:
-            async with self._bounded(run), AsyncExitStack() as stack:
-                reply, context = await self._open_stream(run, stack)
-                stack.enter_context(self._leased(run))
-                yield await stack.enter_async_context(aclosing(self._events(run, reply, context)))
+            async with AsyncExitStack() as stack:
+                try:
+                    async with self._bounded(run):
+                        opened = await self._open_stream(run, stack)
+                except AbortedError:
+                    events = _only(_aborted(run))
+                else:
+                    stack.enter_context(self._leased(run))
+                    events = self._events(run, opened)
+                yield await stack.enter_async_context(aclosing(events))
 
-    async def _open_stream(
-        self, run: _Run, stack: AsyncExitStack
-    ) -> tuple[StreamReply, DecodeContext]:
+    async def _open_stream(self, run: Run, stack: AsyncExitStack) -> _Opened:
+        await self._make_ready(run)
+        while True:
+            if run.is_bound:
+                await self._versions.wait_for_version(run)
+            async with AsyncExitStack() as slot:
+                await slot.enter_async_context(self._slot(run))
+                with suppress(VersionGoneError):
+                    opened = await self._exchange_stream(run, slot)
+                    await stack.enter_async_context(slot.pop_all())
+                    return opened
+
+    async def _exchange_stream(self, run: Run, stack: AsyncExitStack) -> _Opened:
         while True:
             async with (
                 self._sending(run, stream=True) as (sending, call, context),
@@ -129,29 +167,46 @@ class Client:
                 reply = await attempt.enter_async_context(
                     self._transport.stream(sending.url, call, headers=self._headers(sending.url))
                 )
-                await self._raise_for_status(reply, context)
+                whole = await self._whole(reply, context)
                 stack.push_async_callback(attempt.pop_all().aclose)
-                return reply, context
+                return _Opened(reply, context, whole)
+
+    async def _whole(self, reply: StreamReply, context: DecodeContext) -> GenerateResponse | None:
+        """The reply of a server that does not stream: an error, or everything at once."""
+        if reply.headers.get("content-type", "").startswith(_EVENT_STREAM):
+            return None
+        body = b""
+        async for chunk in reply.chunks:
+            body += chunk
+            if len(body) > _LARGEST_WHOLE_BODY:
+                raise ReplyError(f"{reply.url} sends no event stream", body=body, url=reply.url)
+        return self._provider.decode(
+            HTTPReply(reply.status, body, reply.headers, reply.url), context
+        )
 
     async def abort(self, request_id: str) -> int:
-        """End what runs under that label; returns how many sendings were asked to end."""
-        sendings = [r.current for r in self._runs.get(request_id, []) if r.current is not None]
+        """End what runs under that label; returns how many requests were asked to end."""
+        runs = list(self._runs.get(request_id, []))
         async with anyio.create_task_group() as group:
-            for sending in sendings:
-                group.start_soon(self._abort, sending)
-        return len(sendings)
+            for run in runs:
+                run.abort()
+                if run.current is not None:
+                    group.start_soon(self._abort, run.current)
+        return len(runs)
 
-    def _check(self, request: GenerateRequest) -> None:
-        for name in ("min_version", "exact_version"):
-            if getattr(request, name) is not None:
-                message = f"{name} is not supported yet; filter replies with OffPolicyWindow"
-                raise UnsupportedError(message)
-        self._provider.check(request, self._membership.capabilities())
+    async def _make_ready(self, run: Run) -> None:
+        with run.waiting("the workers to be read"):
+            await self._prepare()
+        self._provider.check(run.request, self._membership.capabilities())
+        self._versions.check(run.request)
 
     @contextmanager
-    def _run(self, request: GenerateRequest) -> Iterator[_Run]:
-        run = _Run(request, request.request_id or f"req-{uuid.uuid4().hex}")
-        runs = self._runs.setdefault(run.request_id, [])
+    def _run(self, request: GenerateRequest) -> Iterator[Run]:
+        request_id = request.request_id or f"req-{uuid.uuid4().hex}"
+        run = Run(request, request_id, is_bound=is_bound(request))
+        if request.timeout_s is not None:
+            run.deadline = anyio.current_time() + request.timeout_s
+        runs = self._runs.setdefault(request_id, [])
         runs.append(run)
         started = time.monotonic()
         error: str | None = None
@@ -163,11 +218,11 @@ class Client:
         finally:
             runs.remove(run)
             if not runs:
-                del self._runs[run.request_id]
+                del self._runs[request_id]
             member = run.current.member if run.current else None
             self._observe(
                 RequestEnded(
-                    request_id=run.request_id,
+                    request_id=request_id,
                     worker=member.id if member else None,
                     error=error,
                     seconds=time.monotonic() - started,
@@ -175,106 +230,104 @@ class Client:
             )
 
     @asynccontextmanager
-    async def _bounded(self, run: _Run) -> AsyncIterator[None]:
-        timeout = run.request.timeout_s
-        with anyio.move_on_after(timeout) as scope:
-            if self._limit is None:
-                yield
-            else:
-                async with self._limit:
-                    yield
-        if scope.cancelled_caught:
-            raise self._timed_out(run, timeout or 0.0)
+    async def _bounded(self, run: Run) -> AsyncIterator[None]:
+        with anyio.CancelScope(deadline=run.deadline) as run.scope:
+            yield
+        if run.scope.cancelled_caught:
+            raise _timed_out(run)
 
-    def _timed_out(self, run: _Run, timeout_s: float) -> TransportError:
-        if run.current is None:
-            slots = self._config.max_in_flight
-            message = f"not sent within timeout_s={timeout_s}: waited for max_in_flight={slots}"
-            return TransportError(message, phase="not_sent")
-        url = run.current.url
-        message = f"no complete reply from {url} within timeout_s={timeout_s}"
-        return TransportError(message, phase="may_have_run", url=url)
+    @asynccontextmanager
+    async def _slot(self, run: Run) -> AsyncIterator[None]:
+        if self._slots is None:
+            yield
+            return
+        held = False
+        try:
+            with run.waiting(f"one of max_in_flight={self._config.max_in_flight} slots"):
+                await self._slots.acquire()
+                held = True
+            yield
+        finally:
+            if held:
+                self._slots.release()
 
     @asynccontextmanager
     async def _sending(
-        self, run: _Run, *, stream: bool
-    ) -> AsyncIterator[tuple[_Sending, HTTPCall, DecodeContext]]:
+        self, run: Run, *, stream: bool
+    ) -> AsyncIterator[tuple[Sending, HTTPCall, DecodeContext]]:
         """One sending: a failure that is worth another one is swallowed after the wait."""
-        member, url = await self._pick(run.request)
-        salted = self._membership.committed if self._membership.salted else None
-        sending = _Sending(f"genapi-{uuid.uuid4().hex}", url, member, salted)
-        run.current = sending
-        request = run.request
+        member, url = await self._pick(run)
+        membership, request = self._membership, run.request
+        sending = Sending(
+            wire_id=f"genapi-{uuid.uuid4().hex}",
+            url=url,
+            member=member,
+            salted=membership.committed if membership.salted else None,
+            before=self._versions.before(request, member),
+        )
         call = self._provider.encode(
             request,
             wire_id=sending.wire_id,
             model=self._model(),
-            salt=self._membership.salt,
+            salt=membership.salt,
             stream=stream,
         )
         context = DecodeContext(
             request=request,
             request_id=run.request_id,
             wire_id=sending.wire_id,
-            run=self._membership.run,
+            run=membership.run,
             now=time.time(),
             worker=member.id if member else None,
             logprobs_mode=self._logprobs_mode(),
             remark=sending.remarks.append,
         )
+        run.current = sending
         try:
             with self._leased(run):
                 yield sending, call, context
         except GenAPIError as error:
-            wait = self._after_failure(run, error)
-            if wait is None:
+            wait_s = self._after_failure(run, sending, error)
+            if wait_s is None:
                 raise
-            if self._routers is not None and not _not_sent(error):
+            if _may_have_run(error):
                 await self._abort(sending)
-            await anyio.sleep(wait)
+            with run.waiting("its next sending"):
+                await anyio.sleep(wait_s)
+
+    async def _pick(self, run: Run) -> tuple[Member | None, str]:
+        """Somebody who may get the request; that nobody answers is worth another look."""
+        looks = 0
+        while True:
+            try:
+                with run.waiting("a worker that may get it"):
+                    picked = await self._routing.pick(run)
+            except TransportError as error:
+                looks += 1
+                wait_s = self._wait_s(error, attempt=looks)
+                if wait_s is None:
+                    last = f"; last: {run.attempts[-1].error}" if run.attempts else ""
+                    raise FleetError(f"{error}{last}") from error
+                with run.waiting("a worker that answers"):
+                    await anyio.sleep(wait_s)
+            else:
+                return picked
+
+    def _wait_s(self, error: GenAPIError, *, attempt: int) -> float | None:
+        chance = random.random()  # noqa: S311 - spreads waits
+        return retry_wait_s(error, self._config.retry, attempt=attempt, chance=chance)
 
     @contextmanager
-    def _leased(self, run: _Run) -> Iterator[None]:
+    def _leased(self, run: Run) -> Iterator[None]:
         sending = run.current
         if sending is None:
             yield
             return
-        self._count(sending, 1)
+        self._routing.count(sending, 1)
         try:
             yield
         finally:
-            self._count(sending, -1)
-
-    def _count(self, sending: _Sending, change: int) -> None:
-        if sending.member is not None:
-            sending.member.in_flight += change
-        elif self._routers is not None:
-            self._routers[sending.url] += change
-
-    async def _pick(self, request: GenerateRequest) -> tuple[Member | None, str]:
-        if self._routers is not None:
-            return None, min(self._routers, key=self._routers.__getitem__)
-        usable = self._membership.usable()
-        if not usable or any(m.suspect for m in self._membership.members.values()):
-            await self._revive()
-            usable = self._membership.usable()
-        if not usable:
-            raise FleetError(self._why_none())
-        if request.session is not None:
-            member = max(usable, key=lambda m: _affinity(request.session or "", m.url))
-        else:
-            least = min(m.in_flight for m in usable)
-            member = random.choice([m for m in usable if m.in_flight == least])  # noqa: S311 - spreading load
-        return member, member.url
-
-    def _why_none(self) -> str:
-        reasons = [
-            f"{m.name}: {m.fence.reason} (way back: {m.fence.recovery})"
-            if m.fence
-            else f"{m.name}: does not answer"
-            for m in self._membership.members.values()
-        ]
-        return "no worker may get traffic; " + "; ".join(reasons)
+            self._routing.count(sending, -1)
 
     def _model(self) -> str | None:
         if self._config.model is not None:
@@ -286,10 +339,8 @@ class Client:
         known = self._membership.capabilities()
         return known.logprobs_mode if known is not None else None
 
-    def _after_failure(self, run: _Run, error: GenAPIError) -> float | None:
-        sending = run.current
-        if sending is None:
-            return None
+    def _after_failure(self, run: Run, sending: Sending, error: GenAPIError) -> float | None:
+        """Note a failed sending; returns the seconds to wait before the next, None = none."""
         member = sending.member
         run.attempts.append(
             Attempt(
@@ -302,20 +353,19 @@ class Client:
         if member is not None and (died or isinstance(error, TransportError)):
             member.suspect = True
         cause = TransportError(str(error), phase="may_have_run") if died else error
-        chance = random.random()  # noqa: S311 - spreads waits
-        wait = retry_wait_s(cause, self._config.retry, attempt=len(run.attempts), chance=chance)
-        if wait is not None:
+        wait_s = self._wait_s(cause, attempt=len(run.attempts))
+        if wait_s is not None:
             self._observe(
                 RequestRetried(
                     request_id=run.request_id,
                     attempt=len(run.attempts) + 1,
                     error=str(error),
-                    wait_s=wait,
+                    wait_s=wait_s,
                 )
             )
-        return wait
+        return wait_s
 
-    def _finish(self, run: _Run, response: GenerateResponse) -> GenerateResponse:
+    def _finish(self, run: Run, response: GenerateResponse) -> GenerateResponse:
         sending = run.current
         assert sending is not None  # noqa: S101 - a reply has a sending
         self._heed(sending.remarks)
@@ -354,51 +404,105 @@ class Client:
         for remark in remarks:
             warnings.warn(remark, GenAPIWarning, stacklevel=4)
 
-    async def _abort(self, sending: _Sending) -> None:
+    async def _abort(self, sending: Sending) -> None:
         call = self._provider.abort([sending.wire_id])
-        urls = [sending.url] if sending.member else [*(self._routers or {})]
         with anyio.move_on_after(_ABORT_S, shield=True):
-            for url in urls:
-                try:
-                    await self._transport.send(url, call, headers=self._headers(url))
-                except TransportError:
-                    continue
+            async with anyio.create_task_group() as group:
+                for url in self._routing.abort_urls(sending):
+                    group.start_soon(self._send_abort, url, call, url == sending.url)
 
-    async def _raise_for_status(self, reply: StreamReply, context: DecodeContext) -> None:
-        if reply.status == 200:  # noqa: PLR2004 - the only status a stream has
-            return
-        body = b""
-        async for chunk in reply.chunks:
-            body += chunk
-            if len(body) > _ERROR_BODY_BYTES:
-                break
-        whole = HTTPReply(reply.status, body, reply.headers, reply.url)
-        self._provider.raise_for_status(whole, context)
+    async def _send_abort(self, url: str, call: HTTPCall, asked_there: bool) -> None:  # noqa: FBT001 - start_soon passes by position
+        headers = self._headers(url) if asked_there else self._abort_headers(url)
+        with suppress(TransportError):  # who does not answer has nothing to end
+            await self._transport.send(url, call, headers=headers)
 
-    async def _events(
-        self, run: _Run, reply: StreamReply, context: DecodeContext
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        decoder = self._provider.stream_decoder(context)
-        chunks = reply.chunks
+    async def _events(self, run: Run, opened: _Opened) -> AsyncGenerator[GenerateEvent, None]:
+        if opened.whole is not None:
+            response = opened.whole
+            for out in response.outputs:
+                yield TokenChunk(index=out.index, token_ids=out.token_ids, logprobs=out.logprobs)
+        else:
+            decoder = self._provider.stream_decoder(opened.context)
+            async with aclosing(self._chunks(run, opened.reply, decoder)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            response = decoder.finish(framed=opened.reply.framed)
+        response = self._finish(run, response)
+        if is_undated(run, response):
+            response = await self._versions.dated(run, response)
+        if run.is_bound and not self._versions.is_asked_for(run, response):
+            raise stale(run, "was not met by a stream whose tokens were handed out already")
+        yield Finished(reply=response)
+
+    async def _chunks(
+        self, run: Run, reply: StreamReply, decoder: StreamDecoder
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """The tokens as they arrive.
+
+        Raises:
+            IncompleteError: the body broke off, or nothing came in time; `.partial` has the rest.
+        """
+        pieces = aiter(reply.chunks)
+        idle_s = self._config.idle_timeout_s
+        bounded = idle_s is not None or run.deadline < math.inf
         while True:
             try:
-                with anyio.fail_after(self._config.idle_timeout_s):
-                    chunk = await anext(chunks, None)
+                if bounded:
+                    left_s = run.deadline - anyio.current_time()
+                    with anyio.fail_after(min(left_s, math.inf if idle_s is None else idle_s)):
+                        piece = await anext(pieces, None)
+                else:
+                    piece = await anext(pieces, None)
             except TimeoutError:
-                idle = self._config.idle_timeout_s
-                message = f"{reply.url} sent nothing for idle_timeout_s={idle}"
-                raise TransportError(message, phase="answered", url=reply.url) from None
-            if chunk is None:
-                break
-            for event in decoder.feed(chunk):
-                yield event
-        yield Finished(reply=self._finish(run, decoder.finish(framed=reply.framed)))
+                over = anyio.current_time() >= run.deadline
+                limit = f"timeout_s={run.request.timeout_s}" if over else f"idle_timeout_s={idle_s}"
+                why = f"no complete reply from {reply.url} within {limit}"
+                raise IncompleteError(why, partial=decoder.partial()) from None
+            except TransportError as error:
+                member = run.current.member if run.current else None
+                if member is not None:
+                    member.suspect = True
+                raise IncompleteError(str(error), partial=decoder.partial()) from error
+            if piece is None:
+                return
+            for chunk in decoder.feed(piece):
+                yield chunk
 
 
-def _not_sent(error: GenAPIError) -> bool:
-    return isinstance(error, TransportError) and error.phase == "not_sent"
+def _may_have_run(error: GenAPIError) -> bool:
+    return isinstance(error, TransportError) and error.phase != "not_sent"
 
 
-def _affinity(session: str, url: str) -> bytes:
-    """Rendezvous hashing: a session keeps its worker while that one is usable."""
-    return blake2b(f"{session}\0{url}".encode(), digest_size=8).digest()
+def _timed_out(run: Run) -> GenAPIError:
+    timeout = f"timeout_s={run.request.timeout_s}"
+    if run.lacking is not None:
+        return stale(run, f"was not met within {timeout}")
+    if run.current is None:
+        message = f"not sent within {timeout}: waited for {run.waits_for}"
+        return TransportError(message, phase="not_sent")
+    url = run.current.url
+    message = f"no complete reply from {url} within {timeout}"
+    return TransportError(message, phase="may_have_run", url=url)
+
+
+def _aborted(run: Run) -> GenerateResponse:
+    """The reply of a request that was aborted while no worker had it."""
+    sampling = run.request.sampling
+    nothing = np.empty(0, dtype=np.float32) if sampling.logprobs is not None else None
+    outputs = tuple(
+        GenerateOutput(
+            index=index,
+            token_ids=TokenIds(),
+            logprobs=nothing,
+            finish_reason=FinishReason.ABORT,
+            policy=PolicyTrace(),
+        )
+        for index in range(sampling.n)
+    )
+    return GenerateResponse(
+        request_id=run.request_id, outputs=outputs, attempts=tuple(run.attempts)
+    )
+
+
+async def _only(response: GenerateResponse) -> AsyncGenerator[GenerateEvent, None]:
+    yield Finished(reply=response)

@@ -15,6 +15,7 @@ An error says whose fault it was and whether the peer may have acted on the call
     │   └── NotReadyError             .retry_after_s
     ├── FleetError                    the set of workers is not what it has to be
     ├── StalePolicyError              no worker met the version that was asked for
+    ├── SupersededError               another publisher took over  .holder .epoch
     └── PublishError                  a publication did not commit  .report
 
 An engine's abort is data (`FinishReason.ABORT`), never one of these.
@@ -39,6 +40,7 @@ __all__ = (
     "PublishError",
     "ReplyError",
     "StalePolicyError",
+    "SupersededError",
     "TransportError",
     "UnsupportedError",
 )
@@ -188,6 +190,20 @@ class FleetError(GenAPIError):
 
 class StalePolicyError(GenAPIError):
     """No worker held the policy version that the request asks for within its time."""
+
+
+class SupersededError(GenAPIError):
+    """Another publisher took over: this one may neither publish nor write to the board any more.
+
+    Attributes:
+        holder: who holds the board now; None = its record is gone.
+        epoch: the epoch that the board shows; None = its record is gone.
+    """
+
+    def __init__(self, message: str, *, holder: str | None, epoch: int | None) -> None:
+        super().__init__(message)
+        self.holder = holder
+        self.epoch = epoch
 
 
 class PublishError(GenAPIError):

@@ -1,14 +1,16 @@
 """`connect()` and `Fleet`: discovery, requests and administration behind one object."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self, TypedDict, Unpack
 
 import anyio
 
+from genapi.board import Board, open_board
 from genapi.client import Client
 from genapi.control import Control, fan_out
 from genapi.credentials import Credentials
@@ -17,27 +19,58 @@ from genapi.errors import (
     ConfigError,
     FleetError,
     GenAPIError,
+    NotReadyError,
+    TransportError,
     UnsupportedError,
 )
-from genapi.events import Observe, ignore
+from genapi.events import Observe, guarded, ignore
 from genapi.membership import Membership
 from genapi.providers import registry
 from genapi.providers.base import Provider, WorkerFacts
+from genapi.publication.intervals import Reading, Rounds, Sight
+from genapi.routing import Routing
 from genapi.transports.base import Plane, Transport
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.memory import MemoryTransport
-from genapi.types.config import FleetConfig, Target, parse_target
+from genapi.types.config import (
+    FleetConfig,
+    Key,
+    RetryPolicy,
+    Target,
+    Topology,
+    parse_target,
+)
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateEvent, GenerateResponse
 from genapi.types.worker import FleetSnapshot
+from genapi.versions import Versions
 
 __all__ = ("Fleet", "connect")
 
 _POLL_S = (0.1, 2.0)
 _ADMIN_CONNECT_S = 10.0
 """Shorter than a phase of a publication, so that what never connected is known as not sent."""
+_LOOKS_PER_S = 50.0
+"""Most workers read in a second to date replies: each read is about ten calls."""
 _FINAL = (AuthError, ConfigError, UnsupportedError)
 """Failures that waiting does not mend."""
+
+
+class FleetOptions(TypedDict, total=False):
+    """The other fields of `FleetConfig`, as keywords of `connect`."""
+
+    api_key: str | Key | None
+    admin_api_key: str | Key | None
+    allowed_origins: tuple[str, ...]
+    discovery_url: str | None
+    expect: Topology | None
+    max_in_flight: int | None
+    connect_timeout_s: float
+    idle_timeout_s: float | None
+    admin_timeout_s: float
+    refresh_s: float
+    retry: RetryPolicy
+    strict: bool
 
 
 def connect(
@@ -45,10 +78,10 @@ def connect(
     *,
     model: str | None = None,
     run: str | None = None,
-    board: str | None = None,
+    board: str | Board | None = None,
     transport: Transport | None = None,
     observe: Observe = ignore,
-    **options: Any,
+    **options: Unpack[FleetOptions],
 ) -> "Fleet":
     """A fleet at `target`; nothing is contacted before it is opened.
 
@@ -58,7 +91,8 @@ def connect(
             `embedded://?protocol=vllm&workers=2`; or the `config` of another process's fleet.
         model: the served model's name; may be left out when only one is served.
         run: the training run whose versions count.
-        board: URL of a version board.
+        board: a version board: a URL (`file:/path`, `redis://...`), which travels with
+            `fleet.config`, or an object, which does not.
         transport: what carries every call instead of genapi's own HTTP clients; the caller closes
             it, and it does not travel with `fleet.config`.
         observe: called with every event (`genapi.events`), on the event loop.
@@ -68,14 +102,15 @@ def connect(
         ConfigError: the target or an option cannot work.
         pydantic.ValidationError: an option has a bad value.
     """
-    named = {"model": model, "run": run, "board": board}
+    named = {"model": model, "run": run, "board": board if isinstance(board, str) else None}
     given = {k: v for k, v in named.items() if v is not None} | options
     if isinstance(target, FleetConfig):
         config = FleetConfig.model_validate({**dict(target), **given}) if given else target
     else:
         parse_target(target)  # its own error is plainer than a ValidationError around it
         config = FleetConfig.model_validate({"target": target, **given})
-    return Fleet(config, transport=transport, observe=observe)
+    held = None if isinstance(board, str) else board
+    return Fleet(config, transport=transport, board=held, observe=observe)
 
 
 class Fleet:
@@ -90,17 +125,19 @@ class Fleet:
         config: FleetConfig,
         *,
         transport: Transport | None = None,
+        board: Board | None = None,
         observe: Observe = ignore,
     ) -> None:
         self.config = config
-        self.observe = observe
+        self.observe = guarded(observe)
+        self.board: Board | None = (
+            board if board is not None else open_board(config.board) if config.board else None
+        )
+        """The version board that publishers and readers share; None = there is none."""
         self._own_transport = transport
         target = config.parsed
-        if config.board is not None:
-            message = f"board={config.board!r}: version boards are not supported yet"
-            raise UnsupportedError(message)
-        if target.discovery is not None or config.discovery_url is not None:
-            what = target.discovery or config.discovery_url
+        what = target.discovery or config.discovery_url or target.query.get("discovery")
+        if target.carrier == "http" and what is not None:
             message = (
                 f"workers={what!r}: discovery is not supported yet; list the workers as "
                 "?workers=host:port,host:port"
@@ -114,8 +151,13 @@ class Fleet:
         self._membership = Membership.of(
             target.provider, target.workers, run=config.run, observe=observe
         )
-        self._reading = asyncio.Lock()
-        self._revival: asyncio.Task[dict[str, GenAPIError]] | None = None
+        # Held by a publication: two on one fleet run one after the other, whoever asks.
+        self.publishing = asyncio.Lock()
+        self._first = asyncio.Lock()
+        self._reading: dict[str, asyncio.Lock] = {}
+        self._read_at: dict[str, float] = {}
+        self._looks: dict[str | None, _Look] = {}
+        self._revivals: dict[str, asyncio.Task[dict[str, GenAPIError]]] = {}
         self._revived_at = 0.0
 
     async def __aenter__(self) -> Self:
@@ -153,15 +195,34 @@ class Fleet:
             self._control = Control(
                 administration, headers=credentials.admin_headers, observe=self.observe
             )
+            routed = self._target.routed
+            versions = Versions(
+                self.config,
+                self._membership,
+                routed=routed,
+                look=self._look,
+                is_old=self._is_old,
+                observe=self.observe,
+            )
+            routing = Routing(
+                self.config,
+                self._membership,
+                versions,
+                urls=self._target.requests,
+                routed=routed,
+                revive=self._revive,
+                look=partial(self._look, None),
+            )
             self._client = Client(
                 self.config,
                 self.provider,
                 requests,
                 self._membership,
-                urls=self._target.requests,
-                routed=self._target.routed,
+                routing=routing,
+                versions=versions,
+                prepare=self._known,
                 headers=credentials.data_headers,
-                revive=self._revive,
+                abort_headers=credentials.admin_headers,
                 observe=self.observe,
             )
             self._stack = stack.pop_all()
@@ -169,27 +230,37 @@ class Fleet:
     async def aclose(self) -> None:
         """Close every connection. Calls in flight end with `TransportError`."""
         self._client = self._control = None
-        revival, self._revival = self._revival, None
-        if revival is not None:
+        revivals, self._revivals = self._revivals, {}
+        for revival in revivals.values():
             revival.cancel()
-            await asyncio.wait([revival])
+        if revivals:
+            await asyncio.wait(revivals.values())
+        looks, self._looks = self._looks, {}
+        for look in looks.values():
+            await look.aclose()
         stack, self._stack = self._stack, None
         if stack is not None:
             await stack.aclose()
+        if self.board is not None and self.config.board is not None:
+            await self.board.aclose()
 
     async def _transports(self, stack: AsyncExitStack) -> tuple[Transport, Transport]:
         """What carries requests, and what carries administration."""
         own = self._own_transport
         if self._target.carrier == "embedded":
             if own is None:
-                cluster = registry.embedded_cluster_type().from_query(self._target.query)
+                try:
+                    cluster = registry.embedded_cluster_type().from_query(self._target.query)
+                except ValueError as error:
+                    raise ConfigError(f"target {self.config.target!r}: {error}") from None
                 own = MemoryTransport(cluster)
                 stack.push_async_callback(own.aclose)
             if not isinstance(own, MemoryTransport):
                 raise ConfigError("an embedded:// target takes a MemoryTransport, or none")
-            self._membership = Membership.of(
-                self._target.provider, own.urls, run=self.config.run, observe=self.observe
-            )
+            if tuple(self._membership.members) != own.urls:
+                self._membership = Membership.of(
+                    self._target.provider, own.urls, run=self.config.run, observe=self.observe
+                )
         if own is not None:
             return own, own
         connect_s = self.config.connect_timeout_s
@@ -200,6 +271,11 @@ class Fleet:
         administration = AiohttpTransport(plane)
         stack.push_async_callback(administration.aclose)
         return requests, administration
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was opened and not closed since."""
+        return self._client is not None
 
     @property
     def membership(self) -> Membership:
@@ -231,12 +307,16 @@ class Fleet:
             AuthError: a worker refused the key.
             ConfigError: something else than the provider's engine answers.
         """
+        self._requests()
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: pass seconds, more than 0")
+        members = self._membership.members
         failures: dict[str, GenAPIError] = {}
-        missing = "the workers were not asked yet"
+        missing = f"no answer yet from {', '.join(members)}"
         wait = _POLL_S[0]
         with anyio.move_on_after(timeout_s):
             while True:
-                failures = await self._read(list(self._membership.members))
+                failures = await self._read(list(members))
                 for error in failures.values():
                     if isinstance(error, _FINAL):
                         raise error
@@ -262,13 +342,14 @@ class Fleet:
 
         Raises:
             UnsupportedError: the provider cannot do it; nothing was sent.
-            ConfigError: a value is beyond what the server has.
+            ConfigError: a value is beyond what the server has, or a version is of another run.
+            StalePolicyError: `min_version` or `exact_version` was not met within `timeout_s`, or
+                cannot be met any more.
             ProviderError: the server answered an error that no retry mended.
             TransportError: no usable answer, or none within `timeout_s`.
             ReplyError: the answer breaks its contract.
             FleetError: no worker may get traffic.
         """
-        await self._known()
         return await self._requests().generate(request)
 
     @asynccontextmanager
@@ -277,8 +358,9 @@ class Fleet:
 
         Leaving the block ends the generation on the engine. Raises what `generate` raises, and
         `IncompleteError` for a stream that ended early; both carry what had arrived as `partial`.
+        A stream whose tokens turn out not to meet `min_version` or `exact_version` ends in
+        `StalePolicyError`: what was handed out already cannot be made again.
         """
-        await self._known()
         async with self._requests().stream(request) as events:
             yield events
 
@@ -291,6 +373,7 @@ class Fleet:
 
     async def snapshot(self) -> FleetSnapshot:
         """All workers as a fresh read shows them. One that does not answer is not healthy."""
+        self._requests()
         await self._read(list(self._membership.members))
         self._membership.settle()
         return self._membership.snapshot()
@@ -305,17 +388,55 @@ class Fleet:
         )
 
     async def _read(self, urls: list[str]) -> dict[str, GenAPIError]:
-        """Inspect and take in; returns the failures."""
-        async with self._reading:
-            results = await fan_out({url: partial(self.inspect, url) for url in urls})
-            failures = {}
-            for url, result in results.items():
-                if isinstance(result, GenAPIError):
-                    failures[url] = result
-                    self._membership.members[url].suspect = True
-                else:
-                    self._membership.learn(url, result)
-            return failures
+        """Inspect and take in, the board included; returns the failures."""
+        results = await fan_out({url: partial(self._take_in, url) for url in urls})
+        failures = {url: r for url, r in results.items() if isinstance(r, GenAPIError)}
+        for url in failures:
+            self._membership.members[url].suspect = True
+        if self.board is not None:
+            state, _ = await self.board.read()
+            if state is not None:
+                self._membership.heed(state)
+        return failures
+
+    async def _take_in(self, url: str) -> Sight | None:
+        """Inspect one worker and take it in. Reads of one worker follow one another."""
+        async with self._reading.setdefault(url, asyncio.Lock()):
+            self._read_at[url] = asyncio.get_running_loop().time()
+            notes = self._membership.members[url].notes
+            facts = await self.inspect(url)
+            identity = self._membership.learn(url, facts, notes=notes)
+            return Sight(identity, facts.label, self._membership.members[url].fence is None)
+
+    async def _look(self, url: str | None) -> Reading:
+        """What a read shows that starts from now on, of one worker or (None) of all.
+
+        It is shared by everyone who asks before it starts.
+        """
+        self._requests()
+        look = self._looks.get(url)
+        if look is None:
+            urls = list(self._membership.members) if url is None else [url]
+            every_s = len(self._membership.members) / _LOOKS_PER_S
+            look = self._looks[url] = _Look(partial(self._sights, urls), every_s=every_s)
+        return await look.ask()
+
+    async def _sights(self, urls: list[str]) -> Reading:
+        results = await fan_out({url: partial(self._take_in, url) for url in urls})
+        for url, result in results.items():
+            # Only what says itself that it does not serve loses its traffic: a read that is slow
+            # while weights move is no proof of anything.
+            if isinstance(result, NotReadyError) or (
+                isinstance(result, TransportError) and result.refused
+            ):
+                self._membership.members[url].suspect = True
+        return Reading({u: None if isinstance(r, GenAPIError) else r for u, r in results.items()})
+
+    def _is_old(self, url: str | None) -> bool:
+        """Whether no read of that worker, or of any (None), began within `refresh_s`."""
+        now = asyncio.get_running_loop().time()
+        urls = list(self._membership.members) if url is None else [url]
+        return any(now - self._read_at.get(u, -math.inf) > self.config.refresh_s for u in urls)
 
     async def _known(self) -> None:
         """Before the first request, what the workers are has to be known."""
@@ -323,24 +444,85 @@ class Fleet:
         members = self._membership.members
         if any(m.facts is not None for m in members.values()):
             return
-        failures = await self._read(list(members))
-        if len(failures) == len(members):
-            raise next(iter(failures.values()))
-        self._membership.settle()
+        async with self._first:
+            if any(m.facts is not None for m in members.values()):
+                return
+            failures = await self._read(list(members))
+            if len(failures) == len(members):
+                raise next(iter(failures.values()))
+            self._membership.settle()
 
     async def _revive(self) -> None:
         """Read suspects again, at most every `refresh_s`; waits only when nobody can serve."""
         stranded = not self._membership.usable()
         now = asyncio.get_running_loop().time()
-        if self._revival is None or self._revival.done():
-            if not stranded and now - self._revived_at < self.config.refresh_s:
-                return
-            self._revived_at = now
-            suspects = [m.url for m in self._membership.members.values() if m.suspect]
-            # Owned by the fleet, which may be opened and closed in different tasks: aclose ends it.
-            self._revival = asyncio.create_task(self._read(suspects))  # noqa: TID251
-        if stranded:
-            await asyncio.wait([self._revival])
+        if not stranded and now - self._revived_at < self.config.refresh_s:
+            return
+        self._revived_at = now
+        readings = []
+        for member in self._membership.members.values():
+            reading = self._revivals.get(member.url)
+            if member.suspect and (reading is None or reading.done()):
+                # Owned by the fleet, which may be opened and closed in different tasks.
+                reading = asyncio.create_task(self._read([member.url]))  # noqa: TID251
+                self._revivals[member.url] = reading
+            if reading is not None and not reading.done():
+                readings.append(reading)
+        if stranded and readings:
+            # The first who answers is enough; a request's own limit bounds the wait.
+            await asyncio.wait(readings, return_when=asyncio.FIRST_COMPLETED)
+
+
+class _Look:
+    """One read that is done over and over, each time for all who asked before it started.
+
+    The task that reads is owned by the fleet and ends when nobody asks any more.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Reading]], *, every_s: float) -> None:
+        self._read = read
+        self._every_s = every_s
+        self._rounds = Rounds()
+        self._answers: dict[int, asyncio.Future[Reading]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._next_at = 0.0
+
+    async def ask(self) -> Reading:
+        """What a read shows that starts from now on."""
+        number = self._rounds.ask()
+        answer = self._answers.get(number)
+        if answer is None:
+            answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())  # noqa: TID251 - the fleet ends it
+        return await asyncio.shield(answer)
+
+    async def _run(self) -> None:
+        now = asyncio.get_running_loop().time
+        while self._rounds.is_due:
+            await asyncio.sleep(self._next_at - now())
+            self._next_at = now() + self._every_s
+            answer = self._answers.pop(self._rounds.start())
+            try:
+                answer.set_result(await self._read())
+            except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
+                answer.set_exception(error)
+            finally:
+                self._rounds.end()
+                _leave_unknown(answer)
+
+    async def aclose(self) -> None:
+        """Stop reading; whoever still waits learns nothing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for answer in self._answers.values():
+            _leave_unknown(answer)
+
+
+def _leave_unknown(answer: asyncio.Future[Reading]) -> None:
+    if not answer.done():
+        answer.set_result(Reading({}))
 
 
 _CLOSED = "the fleet is not open; use `async with genapi.connect(...) as fleet` or fleet.open()"

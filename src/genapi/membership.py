@@ -3,16 +3,18 @@
 The rule of this file: no I/O and no waiting. Reads are told to it, decisions are read from it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from genapi.errors import FleetError
 from genapi.events import Observe, WorkerFenced, ignore
 from genapi.providers.base import Capabilities, WorkerFacts
 from genapi.publication.context import ContextRule
+from genapi.publication.intervals import Sight
+from genapi.types.board import BoardState
 from genapi.types.config import Topology
 from genapi.types.ids import Role, WorkerId
-from genapi.types.policy import PolicyVersion, parse_label
+from genapi.types.policy import PolicyVersion, is_updating_label, parse_label
 from genapi.types.worker import Fence, FenceStrength, FleetSnapshot, Recovery, WorkerState
 
 __all__ = ("Member", "Membership")
@@ -29,6 +31,8 @@ class Member:
         fence: why it gets no traffic.
         suspect: it refused a connection or died: read it again before using it.
         in_flight: requests of this process that it has now.
+        notes: how many labels were noted.
+        on_change: told when a label was noted.
     """
 
     url: str
@@ -37,6 +41,8 @@ class Member:
     fence: Fence | None = None
     suspect: bool = False
     in_flight: int = 0
+    notes: int = 0
+    on_change: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -51,6 +57,46 @@ class Member:
         """Take in a label that was read back."""
         if self.facts is not None and isinstance(label, str):
             self.facts = replace(self.facts, label=label)
+            self.notes += 1
+            self.on_change()
+
+    @property
+    def sight(self) -> Sight | None:
+        """What the last completed read showed of its version; None = that no longer counts."""
+        if self.id is None or self.facts is None or self.suspect:
+            return None
+        return Sight(self.id, self.facts.label, self.fence is None)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last read showed it paused."""
+        return self.facts is not None and self.facts.paused is True
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether its label was written ahead: an update is under way, or was left half-done."""
+        return self.facts is not None and is_updating_label(self.facts.label)
+
+    @property
+    def left(self) -> Fence | None:
+        """The fence that its own label says of it; None = it says nothing."""
+        if not self.is_updating or self.facts is None:
+            return None
+        return Fence(
+            strength=FenceStrength.PAUSED if self.is_paused else FenceStrength.CLIENT,
+            reason=f"it is in the middle of an update ({self.facts.label!r})",
+            recovery=Recovery.CLOSE_THEN_REPUBLISH,
+        )
+
+    @property
+    def attests(self) -> bool:
+        """Whether its replies name the versions of their tokens."""
+        return self.facts is not None and self.facts.capabilities.spans
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether its label cannot be read."""
+        return self.facts is not None and "admin" in self.facts.capabilities.missing
 
 
 @dataclass(slots=True)
@@ -65,6 +111,8 @@ class Membership:
         rules: versions that this process published or adopted itself, with what that guarantees
             about the context of their tokens.
         salted: whether requests carry the committed version in their cache salt.
+        publishing: whether this process is publishing now.
+        on_change: told when anything was learnt that may let a request go that waits for it.
     """
 
     provider: str
@@ -73,8 +121,17 @@ class Membership:
     committed: PolicyVersion | None = None
     rules: dict[PolicyVersion, ContextRule] = field(default_factory=dict)
     salted: bool = False
+    publishing: bool = False
     observe: Observe = ignore
+    on_change: Callable[[], None] = lambda: None
     _lives: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for member in self.members.values():
+            member.on_change = self._changed
+
+    def _changed(self) -> None:
+        self.on_change()
 
     @classmethod
     def of(
@@ -95,10 +152,20 @@ class Membership:
             instance = f"life-{life}"
         return WorkerId(provider=self.provider, component=url, instance=instance)
 
-    def learn(self, url: str, facts: WorkerFacts) -> WorkerId:
-        """Take in what an inspection read; returns the identity."""
+    def learn(self, url: str, facts: WorkerFacts, *, notes: int | None = None) -> WorkerId:
+        """Take in what an inspection read; returns the identity.
+
+        Args:
+            url: where it was read.
+            facts: what was read.
+            notes: `member.notes` when the inspection started: a label that was noted since then is
+                newer than the one that the inspection read. None = take the one that was read.
+        """
         member = self.members[url]
+        before = member.sight
         identity = self.identify(url, facts)
+        if notes not in (None, member.notes) and member.facts is not None and member.id == identity:
+            facts = replace(facts, label=member.facts.label)
         if facts.instance is None and member.suspect:
             self._lives[url] = self._lives.get(url, 0) + 1
         known = member.id
@@ -106,8 +173,8 @@ class Membership:
         member.id = identity
         member.suspect = False
         if known is not None and known != identity:
-            member.fence = None
-            if self._is_unproven(member):
+            was_fenced, member.fence = member.fence is not None, None
+            if was_fenced or self._is_unproven(member):
                 self.fence(
                     member,
                     Fence(
@@ -117,32 +184,44 @@ class Membership:
                         recovery=Recovery.REPUBLISH,
                     ),
                 )
+        if member.sight != before:
+            self._changed()
         return identity
 
     def _is_unproven(self, member: Member) -> bool:
         return self.committed is not None and member.version(self.run) != self.committed
+
+    def heed(self, board: BoardState) -> None:
+        """Take in what a board says: run, committed version, and fences of these workers."""
+        self.run = self.run or board.run
+        for member in self.members.values():
+            fence = board.fence_of(str(member.id)) if member.id is not None else None
+            if fence is not None and member.fence is None:
+                self.fence(member, fence)
+        told = board.committed
+        if told is None or told.run != self.run or self.publishing:
+            return
+        if self.committed is None or told > self.committed:
+            self.committed, self.salted = told, True
+            self._changed()
 
     def fence(self, member: Member, fence: Fence | None) -> None:
         """Set or lift a fence; lifting is for a publication that verified the worker."""
         member.fence = fence
         if fence is not None and member.id is not None:
             self.observe(WorkerFenced(worker=member.id, reason=fence.reason))
-
-    def by_id(self, worker: WorkerId) -> Member:
-        """The member with that identity.
-
-        Raises:
-            FleetError: nobody has it any more.
-        """
-        for member in self.members.values():
-            if member.id == worker:
-                return member
-        message = f"{worker} is not a worker of this fleet any more"
-        raise FleetError(message)
+        self._changed()
 
     def usable(self) -> list[Member]:
-        """Those that may get traffic now."""
-        return [m for m in self.members.values() if m.fence is None and not m.suspect]
+        """Those that may get traffic now.
+
+        During a publication of this very fleet requests go on to the workers, which queue them.
+        """
+        return [
+            m
+            for m in self.members.values()
+            if m.fence is None and not m.suspect and (self.publishing or not m.is_updating)
+        ]
 
     def capabilities(self) -> Capabilities | None:
         """What the workers can do, as the first that was read shows; None = none was read."""
@@ -157,16 +236,29 @@ class Membership:
         self.committed = version
         self.rules[version] = rule
         self.salted = salted
+        self._changed()
 
     def settle(self) -> None:
-        """Take the version that all labels agree on, where nobody here published it."""
-        versions = {m.version(self.run) for m in self.members.values()}
-        if len(versions) != 1:
+        """Take the version that all labels agree on, where nothing speaks against it.
+
+        A worker that is fenced, paused or suspect is no witness, and what this process committed
+        is never moved back.
+        """
+        members = self.members.values()
+        if any(m.fence is not None or m.suspect or m.is_paused for m in members):
             return
-        version = versions.pop()
-        if version is not None and version != self.committed:
-            self.committed = version
-            self.run = self.run or version.run
+        versions = {m.version(self.run) for m in members}
+        version = versions.pop() if len(versions) == 1 else None
+        if version is None or version == self.committed:
+            return
+        if self.committed is not None and version.run == self.committed.run:
+            if version < self.committed:
+                return
+        elif self.committed is None:
+            # Whoever published it, entries of other versions are kept from this process's requests.
+            self.salted = True
+        self.committed = version
+        self.run = self.run or version.run
 
     @property
     def salt(self) -> str | None:
@@ -208,7 +300,7 @@ class Membership:
                     label=m.facts.label,
                     paused=m.facts.paused,
                     healthy=not m.suspect,
-                    fence=m.fence,
+                    fence=m.fence or m.left,
                     ranks=m.facts.ranks,
                 )
                 for m in self.members.values()

@@ -216,22 +216,6 @@ async def test_a_fleet_is_ready_only_when_health_says_so_and_a_refused_key_fails
             await fleet.wait_ready(timeout_s=60)
 
 
-@pytest.mark.case("VER-01")
-async def test_a_reply_that_attests_nothing_is_never_given_the_version_of_a_later_read() -> None:
-    async with rig(1, version="0.31.0") as r:
-        publisher = genapi.WeightPublisher(r.fleet, transport=genapi.weights.Memory())
-        await publisher.adopt(7)
-        async with r.fleet.stream(request(tokens=1500)) as events:
-            await anext(events)
-            await publisher.publish(8, genapi.weights.from_tensors(weights(1)))
-            last = [event async for event in events][-1]
-        assert isinstance(last, genapi.Finished)
-        trace = last.reply.output.policy
-        assert trace.source == "inferred"
-        assert trace.newest is None
-        assert trace.lag(8) is None
-
-
 async def test_requests_of_one_session_stay_on_one_worker() -> None:
     async with rig(4) as r:
         for session in ("a", "b", "c"):
@@ -257,13 +241,6 @@ async def test_an_id_beyond_the_vocabulary_is_an_error_that_names_it() -> None:
     async with rig(1) as r:
         with pytest.raises((genapi.ConfigError, genapi.ProviderError), match="64"):
             await r.fleet.generate(request(prompt=(1, 64)))
-
-
-@pytest.mark.parametrize("field", ["min_version", "exact_version"])
-async def test_a_version_bound_is_refused_until_it_is_built(field: str) -> None:
-    async with rig(1) as r:
-        with pytest.raises(genapi.UnsupportedError, match=field):
-            await r.fleet.generate(request().model_copy(update={field: 1}))
 
 
 @pytest.mark.parametrize(

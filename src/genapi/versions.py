@@ -1,0 +1,238 @@
+"""Versions of replies: waited for, pinned, inferred and checked.
+
+The rule of this file: order comes from which read had ended before which call began, never from
+clocks. What is inferred of a trace is `publication.intervals`; this file makes the reads.
+"""
+
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import MappingProxyType
+
+import anyio
+
+from genapi.errors import GenAPIError, StalePolicyError, UnsupportedError
+from genapi.events import Observe, RequestRetried
+from genapi.membership import Member, Membership
+from genapi.publication.bounds import Bound, bounds_of, describe
+from genapi.publication.context import with_contexts
+from genapi.publication.intervals import Reading, Sights, infer, inferred_trace
+from genapi.runs import Run
+from genapi.types.config import FleetConfig
+from genapi.types.policy import PolicyTrace, TraceSource
+from genapi.types.request import GenerateRequest
+from genapi.types.response import Attempt, GenerateResponse
+
+__all__ = ("Versions", "is_bound", "is_opaque", "is_undated", "may_meet", "stale")
+
+_SHOWN = 8
+_NOTHING: Sights = MappingProxyType({})
+
+
+class Versions:
+    """What one client knows and asks of versions."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        membership: Membership,
+        *,
+        routed: bool,
+        look: Callable[[str | None], Awaitable[Reading]],
+        is_old: Callable[[str | None], bool],
+        observe: Observe,
+    ) -> None:
+        self._config = config
+        self._membership = membership
+        self._routed = routed
+        self._look = look
+        self._is_old = is_old
+        self._observe = observe
+        self._change = anyio.Event()
+        membership.on_change = self.changed
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise what cannot be asked of versions here: `UnsupportedError`, `ConfigError`."""
+        if not is_bound(request):
+            return
+        self._bounds(request)
+        if request.lora is not None:
+            message = (
+                "min_version and exact_version are about base weights, of which an adapter's reply "
+                "says nothing; an adapter's version is its name"
+            )
+            raise UnsupportedError(message)
+        members = self._membership.members.values()
+        if all(m.is_mute and not m.attests for m in members):
+            what = next(iter(members)).name if members else "the fleet"
+            known = self._membership.capabilities()
+            if known is not None:
+                known.require("admin", where=f"a version of {what} cannot be known: it")
+
+    def changed(self) -> None:
+        """Something was learnt: whoever waits looks again."""
+        change, self._change = self._change, anyio.Event()
+        change.set()
+
+    async def refresh(self, url: str | None) -> None:
+        """Read one worker, or all, unless that was done within `refresh_s`."""
+        if self._is_old(url):
+            with anyio.move_on_after(self._config.admin_timeout_s):
+                await self._look(url)
+
+    def before(self, request: GenerateRequest, member: Member | None) -> Sights:
+        """What is known of all who may serve a request, where their replies name no version.
+
+        It is empty where they do, and where labels say nothing: of an adapter, or unread.
+        """
+        if member is not None and member.attests:
+            return _NOTHING
+        members = [member] if member is not None else list(self._membership.members.values())
+        if request.lora is not None or not any(is_opaque(m) for m in members):
+            return _NOTHING
+        return {m.url: m.sight for m in members}
+
+    def _bounds(self, request: GenerateRequest) -> tuple[Bound, ...]:
+        members = self._membership.members.values()
+        labels = [m.facts.label for m in members if m.facts is not None]
+        return bounds_of(request, run=self._membership.run, labels=labels)
+
+    async def wait_for_version(self, run: Run) -> None:
+        """Wait until a worker may have the version that the request asks for.
+
+        Raises:
+            StalePolicyError: every worker is past it.
+        """
+        read = False
+        while True:
+            change = self._change
+            if (read or not run.stale) and self._is_held(run):
+                return
+            with run.waiting("its version"), anyio.move_on_after(self._config.refresh_s):
+                if read and not self._is_old(None):
+                    await change.wait()
+                else:
+                    read = True
+                    await self._look(None)
+
+    def _is_held(self, run: Run) -> bool:
+        run.bounds = self._bounds(run.request)
+        members = list(self._membership.members.values())
+        usable = self._membership.usable()
+        if not self._routed and not usable:
+            return True  # the sending says why nobody may get traffic
+        # Of a reply that names nobody, the oldest worker behind the router may be the author.
+        every = self._routed and any(is_opaque(m) for m in members)
+        met = (may_meet(m, run.bounds) for m in (members if self._routed else usable))
+        if all(met) if every else any(met):
+            if not run.stale:
+                run.lacking = None
+            return True
+        run.lacking = _labels(members)
+        if all(any(b.is_past(m.version(b.run)) for b in run.bounds) for m in members):
+            raise stale(run, "cannot be met any more")
+        return False
+
+    async def dated(self, run: Run, response: GenerateResponse) -> GenerateResponse:
+        """The reply with the versions between what was read before it and what is read now.
+
+        The reply is complete: when no read comes in time it is returned all the same, unless its
+        version is what was asked for.
+        """
+        sending = run.current
+        assert sending is not None  # noqa: S101 - a reply has a sending
+        reading = Reading({})
+        left_s = run.deadline - anyio.current_time()
+        if run.bounds:
+            run.lacking = run.lacking or "a reply whose version was not read in time"
+        else:
+            run.scope.deadline = math.inf
+        with anyio.move_on_after(min(left_s, self._config.admin_timeout_s)), suppress(GenAPIError):
+            reading = await self._look(sending.member.url if sending.member else None)
+        interval = infer(sending.before, reading, run=self._membership.run)
+        rules, salted = self._membership.rules, sending.salted
+
+        def dated(trace: PolicyTrace) -> PolicyTrace:
+            if trace.source != TraceSource.INFERRED:
+                return trace
+            return with_contexts(inferred_trace(len(trace), interval), rules, salted=salted)
+
+        outputs = tuple(o.model_copy(update={"policy": dated(o.policy)}) for o in response.outputs)
+        return response.model_copy(update={"outputs": outputs})
+
+    def is_asked_for(self, run: Run, response: GenerateResponse) -> bool:
+        """Whether the reply meets its bounds; if not, the run notes what it lacks."""
+        if all(bound.covers(o.policy) for bound in run.bounds for o in response.outputs):
+            return True
+        run.stale += 1
+        run.lacking = "a reply made by " + ", ".join(describe(o.policy) for o in response.outputs)
+        return False
+
+    async def before_another(self, run: Run) -> None:
+        """A reply of another version than was asked for: note it, and wait a little.
+
+        Raises:
+            StalePolicyError: without `timeout_s`, replies are not asked for endlessly.
+        """
+        sending, policy = run.current, self._config.retry
+        assert sending is not None  # noqa: S101 - a reply has a sending
+        if run.request.timeout_s is None and run.stale >= policy.max_attempts:
+            raise stale(run, f"was not met by {run.stale} replies")
+        worker = sending.member.id if sending.member else None
+        error = f"StalePolicyError: {run.lacking}"
+        run.attempts.append(Attempt(wire_id=sending.wire_id, worker=worker, error=error))
+        wait_s = min(policy.backoff_s * run.stale, policy.max_backoff_s, self._config.refresh_s)
+        self._observe(
+            RequestRetried(
+                request_id=run.request_id,
+                attempt=len(run.attempts) + 1,
+                error=error,
+                wait_s=wait_s,
+            )
+        )
+        with run.waiting("another reply, of the version that was asked for"):
+            await anyio.sleep(wait_s)
+
+
+def is_bound(request: GenerateRequest) -> bool:
+    """Whether the request asks for a version."""
+    return request.min_version is not None or request.exact_version is not None
+
+
+def is_opaque(member: Member) -> bool:
+    """Whether its replies name no version, but its label can be read."""
+    return not member.attests and not member.is_mute
+
+
+def is_undated(run: Run, response: GenerateResponse) -> bool:
+    """Whether a reply leaves versions to be inferred, and there is something to infer them from."""
+    return (
+        run.current is not None
+        and bool(run.current.before)
+        and any(
+            o.policy.source == TraceSource.INFERRED and o.policy.spans for o in response.outputs
+        )
+    )
+
+
+def may_meet(member: Member, bounds: tuple[Bound, ...]) -> bool:
+    """Whether what is known of a worker lets its next reply be within the bounds."""
+    if member.is_mute:
+        return member.attests  # the reply will tell
+    sight = member.sight
+    return sight is not None and all(b.admits(sight.version(b.run)) for b in bounds)
+
+
+def stale(run: Run, what: str) -> StalePolicyError:
+    """The error of a request whose version was not met."""
+    asked = " and ".join(map(str, run.bounds))
+    return StalePolicyError(
+        f"{asked} {what}; seen: {run.lacking}. Publish it, ask for a version that is still served, "
+        "or wait longer (timeout_s)"
+    )
+
+
+def _labels(members: list[Member]) -> str:
+    shown = [f"{m.name} holds {m.facts.label!r}" if m.facts else m.name for m in members[:_SHOWN]]
+    more = len(members) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
