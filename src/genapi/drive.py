@@ -6,16 +6,23 @@ shielded task of its own, so that a cancellation is an event of the table and no
 
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from genapi.errors import GenAPIError, ReplyError, TransportError
+from genapi.errors import (
+    FleetError,
+    GenAPIError,
+    ReplyError,
+    SupersededError,
+    TransportError,
+)
 from genapi.events import Observe, PhaseEnded, PhaseStarted, SenderProgress
 from genapi.fleet import Fleet
+from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.providers.base import Admin
 from genapi.publication.evidence import Answer, Observed, Op
@@ -39,8 +46,8 @@ from genapi.publication.transaction import (
 )
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
-from genapi.types.policy import PolicyVersion
-from genapi.types.worker import PhaseTime
+from genapi.types.policy import PolicyVersion, parse_label
+from genapi.types.worker import Fence, PhaseTime, Recovery
 from genapi.weights.base import Bucket, Delivery, Sender, WeightSource, WeightTransport
 from genapi.weights.staging import Stage, plan_buckets
 from genapi.wire.flow import Flow
@@ -50,6 +57,8 @@ __all__ = ("Drive", "Group", "Times")
 T = TypeVar("T")
 
 _RETRY_WAITS_S = (0.1, 0.4, 1.5)
+_DANGEROUS = (Op.HEAL, Op.BEGIN, Op.FINISH, Op.RESUME, Op.CLOSE)
+"""Before these the board is read again: whoever was superseded asks nothing more."""
 _UNANSWERED = (Observed.LOST, Observed.NOT_SENT)
 
 
@@ -118,6 +127,7 @@ class Drive:
         plan: PausePlan,
         timeouts: PublishTimeouts,
         group: Group | None,
+        ledger: Ledger,
         commit: Callable[[], None],
     ) -> None:
         self.tx = tx
@@ -132,6 +142,7 @@ class Drive:
         self._ranks = ranks
         self._plan = plan
         self._timeouts = timeouts
+        self._ledger = ledger
         self._commit = commit
         self._observe: Observe = fleet.observe
         self._stage = Stage(
@@ -164,7 +175,8 @@ class Drive:
                 await ended.wait()
             except anyio.get_cancelled_exc_class():
                 self._limit_all()
-                self._events.send_nowait(Cancelled())
+                with suppress(anyio.ClosedResourceError):  # it ended in the same turn
+                    self._events.send_nowait(Cancelled())
                 raise
 
     async def _run(self, ended: anyio.Event) -> None:
@@ -246,6 +258,8 @@ class Drive:
 
     async def _answer(self, worker: WorkerId, op: Op) -> Answer:
         try:
+            if op in _DANGEROUS:
+                await self._ledger.check()
             return await self._call(worker, op)
         except TransportError as error:
             if error.refused and op is not Op.INSPECT:
@@ -254,8 +268,16 @@ class Drive:
             return Answer(seen, str(error))
         except ReplyError as error:
             return Answer(Observed.LOST, str(error))
+        except SupersededError as error:
+            self.cause = self.cause or error
+            return Answer(Observed.NOT_SENT, str(error))
+        except FleetError as error:
+            return Answer(Observed.NOT_SENT, str(error))
         except GenAPIError as error:
             return Answer(Observed.REFUSED, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the transaction goes on
+            self.cause = self.cause or error
+            return Answer(Observed.LOST, f"{type(error).__name__}: {error}")
 
     async def _call(self, worker: WorkerId, op: Op) -> Answer:
         match op:
@@ -268,6 +290,13 @@ class Drive:
                 return await self._flow(worker, op, flow)
             case Op.UPDATE:
                 return await self._update(worker)
+            case Op.MARK | Op.UNMARK:
+                found = str(self.tx.workers[worker].found.get("label"))
+                label = self._version.updating_label if op is Op.MARK else found
+                answer = await self._flow(worker, op, self._admin.label(label))
+                return replace(answer, facts={"label": label}) if answer.done else answer
+            case Op.PROBE:
+                return await self._probe(worker)
             case _:
                 return await self._flow(worker, op, self._plain(op))
 
@@ -303,12 +332,33 @@ class Drive:
             membership.learn(url, facts)
             detail = f"{found} answers in place of {worker}; publish again to include it"
             return Answer(Observed.REFUSED, detail)
-        if self.tx.workers[worker].fence is not None:
+        fence = self.tx.workers[worker].fence
+        if fence is not None and fence.recovery is Recovery.RESTART_THEN_PUBLISH:
+            return Answer(Observed.REFUSED, f"restart it first: {fence.reason}")
+        held = parse_label(facts.label, run=self._version.run)
+        if held is not None and (held.step, held.attempt) >= (
+            self._version.step,
+            self._version.attempt,
+        ):
+            membership.learn(url, facts)
+            return Answer(Observed.REFUSED, f"it holds {held} already; publish a newer step")
+        if fence is not None:
             # This process paused it itself, and a paused server cannot be told from a sleeping one.
             facts = replace(facts, asleep=False)
         self._admin.check(self._plan, facts, backend=self._transport.backend)
         membership.learn(url, facts)
-        return Answer(Observed.DONE, facts={"label": facts.label})
+        return Answer(Observed.DONE, facts={"label": facts.label, "paused": facts.paused})
+
+    async def _probe(self, worker: WorkerId) -> Answer:
+        """Read once more who answers, under which label."""
+        url = self._members[worker].url
+        facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.PROBE))
+        found = self._fleet.membership.identify(url, facts)
+        self._fleet.membership.learn(url, facts)
+        if found != worker or facts.label != self.tx.label:
+            detail = f"{found} answers in place of {worker} and holds {facts.label!r}"
+            return Answer(Observed.REFUSED, detail)
+        return Answer(Observed.DONE, facts={"label": facts.label, "paused": facts.paused})
 
     async def _update(self, worker: WorkerId) -> Answer:
         sender, bucket = await self._sender.get(), await self._bucket.get()
@@ -338,6 +388,8 @@ class Drive:
 
     async def _act_stage(self) -> bool:
         await self._stage.prepare()
+        in_process = self._fleet.control.in_process
+        self._transport.check(self._stage.manifest, in_process=in_process)
         self._buckets_left = len(
             plan_buckets(
                 [meta.nbytes for meta in self._stage.manifest],
@@ -364,19 +416,24 @@ class Drive:
         self._buckets_left -= 1
         return self._buckets_left > 0
 
+    async def _act_intend(self) -> bool:
+        await self._ledger.intend(self._version, self._workers_now())
+        return False
+
     async def _act_commit(self) -> bool:
+        await self._ledger.commit(self._version)
         self._commit()
         return False
 
-    async def _act_open(self) -> bool:
-        return False
+    def _workers_now(self) -> list[tuple[WorkerId, Fence | None]]:
+        return [(worker, progress.fence) for worker, progress in self.tx.workers.items()]
 
     _acts: Mapping[Act, Callable[["Drive"], Awaitable[bool]]] = {
         Act.STAGE: _act_stage,
         Act.JOIN: _act_join,
+        Act.INTEND: _act_intend,
         Act.SEND: _act_send,
         Act.COMMIT: _act_commit,
-        Act.OPEN: _act_open,
     }
 
     def _abandon(self) -> None:
@@ -406,6 +463,8 @@ class Drive:
             Op.JOIN: limits.group_s,
             Op.PAUSE: limits.pause_s,
             Op.CONFIRM: limits.confirm_s,
+            Op.MARK: limits.label_s,
+            Op.UNMARK: limits.label_s,
             Op.HEAL: limits.begin_s,
             Op.BEGIN: limits.begin_s,
             Op.UPDATE: limits.transfer_s,
@@ -414,6 +473,7 @@ class Drive:
             Op.READ: limits.verify_s,
             Op.RESUME: limits.resume_s,
             Op.CLOSE: limits.cleanup_s,
+            Op.PROBE: limits.verify_s,
         }[op]
 
     def _act_limit_s(self, act: Act) -> float:
@@ -422,6 +482,6 @@ class Drive:
             Act.STAGE: limits.stage_s,
             Act.JOIN: limits.group_s,
             Act.SEND: limits.transfer_s,
-            Act.COMMIT: limits.cleanup_s,
-            Act.OPEN: limits.cleanup_s,
+            Act.INTEND: limits.label_s,
+            Act.COMMIT: limits.label_s,
         }[act]

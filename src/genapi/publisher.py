@@ -11,22 +11,34 @@ import anyio
 from genapi.control import fan_out
 from genapi.drive import Drive, Group
 from genapi.errors import (
-    ConfigError,
     FleetError,
     GenAPIError,
     PublishError,
+    SupersededError,
     UnsupportedError,
 )
 from genapi.fleet import Fleet
+from genapi.ledger import Ledger
 from genapi.membership import Member
-from genapi.publication.context import context_rule
+from genapi.publication.context import ContextRule, context_rule
 from genapi.publication.evidence import Op
+from genapi.publication.numbering import (
+    run_of,
+    step_number,
+    version_to_adopt,
+    version_to_publish,
+)
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
-from genapi.publication.ranks import Ranked, plan_ranks
+from genapi.publication.ranks import Ranked, check_ranks, plan_ranks
 from genapi.publication.transaction import Progress, Transaction, conclude, fence
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
-from genapi.types.policy import PolicyVersion, is_updating_label, parse_label
+from genapi.types.policy import (
+    PolicyVersion,
+    is_updating_label,
+    parse_label,
+    parse_updating_label,
+)
 from genapi.types.worker import Evidence, Outcome, PublishReport, Receipt
 from genapi.weights.base import WeightSource, WeightTransport
 
@@ -46,7 +58,7 @@ _LATER: Mapping[str, Any] = {
 class WeightPublisher:
     """Publishes weights onto every worker of a fleet: all of them, or an error with receipts.
 
-    One publisher per fleet; publications of one publisher run one after the other. A publication
+    Publications on one fleet run one after the other. A publication
     pauses the workers, moves the weights, reads back each worker's label and only then resumes.
     After a failure past the first BEGIN nobody is resumed: the receipts name the way back, and a
     later `publish` takes it where no restart is needed.
@@ -103,7 +115,7 @@ class WeightPublisher:
         self._timeouts = timeouts or PublishTimeouts()
         self._group: Group | None = None
         self._attempts: dict[int, int] = {}
-        self._one = anyio.Lock()
+        self._ledger = Ledger(fleet.board)
         self.last_report: PublishReport | None = None
 
     async def __aenter__(self) -> Self:
@@ -122,23 +134,29 @@ class WeightPublisher:
         group, self._group = self._group, None
         if group is None:
             return
-        fleet = self._fleet
-        with anyio.move_on_after(self._timeouts.cleanup_s, shield=True):
-            urls = [m.url for m in fleet.membership.members.values() if m.id in group.key]
-            admin = fleet.provider.admin
-            await fan_out(
-                {
-                    url: partial(
-                        fleet.control.run,
-                        url,
-                        admin.leave(),
-                        operation="leave",
-                        timeout_s=self._timeouts.cleanup_s,
-                    )
-                    for url in urls
-                }
-            )
-        await group.sender.aclose()
+        try:
+            with anyio.move_on_after(self._timeouts.cleanup_s, shield=True):
+                await self._leave(group)
+        finally:
+            await group.sender.aclose()
+
+    async def _leave(self, group: Group) -> None:
+        fleet, leave = self._fleet, self._fleet.provider.admin.leave
+        if not fleet.is_open:
+            return
+        await fan_out(
+            {
+                member.url: partial(
+                    fleet.control.run,
+                    member.url,
+                    leave(),
+                    operation="leave",
+                    timeout_s=self._timeouts.cleanup_s,
+                )
+                for member in fleet.membership.members.values()
+                if member.id in group.key
+            }
+        )
 
     async def adopt(self, step: int | PolicyVersion) -> PublishReport:
         """Label workers that hold the right weights already; moves nothing.
@@ -153,9 +171,10 @@ class WeightPublisher:
             FleetError: a worker cannot be read, or carries another version.
             PublishError: a label could not be set or read back.
         """
-        async with self._one:
-            members = await self._members()
-            version = self._version_to_adopt(step, members)
+        async with self._fleet.publishing:
+            await self._take_lease()
+            members = await self._members(fresh=True)
+            version, rule = self._version_to_adopt(step, members)
             results = await fan_out(
                 {worker: partial(self._adopt, m.url, version) for worker, m in members.items()}
             )
@@ -175,7 +194,8 @@ class WeightPublisher:
             if not committed:
                 raise PublishError(str(report), report=report)
             self._attempts[version.step] = version.attempt
-            self._fleet.membership.commit(version, rule="own", salted=self._salted)
+            await self._ledger.commit(version)
+            self._fleet.membership.commit(version, rule=rule, salted=self._salted)
             return report
 
     async def publish(
@@ -214,27 +234,59 @@ class WeightPublisher:
             in_flight_kv or self._plan.in_flight_kv,
             prefix_cache or self._plan.prefix_cache,
         )
-        async with self._one:
+        async with self._fleet.publishing:
+            await self._take_lease()
             members = await self._members()
             version = self._version_to_publish(step, members)
+            await self._drop_group_unless(tuple(members))
             drive = self._drive(version, source, members, plan)
+            self._fleet.membership.publishing = True
             try:
                 await drive.run()
             finally:
+                self._fleet.membership.publishing = False
                 self._group = drive.group
                 report = self._settle(drive, members, version)
+            await self._write_end(drive, members, report)
+            if isinstance(drive.cause, SupersededError):
+                raise drive.cause
             if not report.committed:
                 raise PublishError(str(report), report=report) from drive.cause
             return report
+
+    async def _take_lease(self) -> None:
+        """Take the board over, and take in what it says of workers."""
+        found = await self._ledger.take(self._fleet.membership.run)
+        if found is not None:
+            self._fleet.membership.heed(found)
+
+    async def _write_end(
+        self, drive: Drive, members: Mapping[WorkerId, Member], report: PublishReport
+    ) -> None:
+        """Write onto the board how a publication ended that did not commit."""
+        if drive.tx.committed or isinstance(drive.cause, SupersededError):
+            return
+        begun = any(Op.BEGIN in p.asked for p in drive.tx.workers.values())
+        fences = [(worker, member.fence) for worker, member in members.items()]
+        try:
+            await self._ledger.end(fences, target=report.version if begun else None)
+        except SupersededError as error:
+            drive.cause = drive.cause or error
+
+    async def _drop_group_unless(self, key: tuple[WorkerId, ...]) -> None:
+        """A group of other lives than these is left; its workers leave it by joining the next."""
+        if self._group is not None and self._group.key != key:
+            group, self._group = self._group, None
+            await group.sender.aclose()
 
     @property
     def _salted(self) -> bool:
         return self._plan.prefix_cache == "salt"
 
-    async def _members(self) -> dict[WorkerId, Member]:
+    async def _members(self, *, fresh: bool = False) -> dict[WorkerId, Member]:
         membership = self._fleet.membership
         unread = any(m.id is None or m.suspect for m in membership.members.values())
-        if unread:
+        if fresh or unread:
             await self._fleet.snapshot()
         strangers = [m.name for m in membership.members.values() if m.id is None]
         if strangers:
@@ -245,61 +297,48 @@ class WeightPublisher:
             raise FleetError(message)
         return {m.id: m for m in membership.members.values() if m.id is not None}
 
-    def _run_of(self, step: int | PolicyVersion) -> str:
+    def _run_of(self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]) -> str:
         membership = self._fleet.membership
-        run = membership.run
-        if isinstance(step, PolicyVersion):
-            if run is not None and step.run != run:
-                message = f"{step} is of run {step.run!r}, but the fleet's run is {run!r}"
-                raise ConfigError(message)
-            return step.run
-        return run or f"run-{uuid.uuid4().hex[:12]}"
+        held = [v for m in members.values() if (v := m.version(None)) is not None]
+        run = run_of(step, held, run=membership.run, mint=_new_run)
+        membership.run = run
+        return run
 
     def _version_to_adopt(
         self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]
-    ) -> PolicyVersion:
-        run = self._run_of(step)
-        number = step.step if isinstance(step, PolicyVersion) else step
+    ) -> tuple[PolicyVersion, ContextRule]:
         for member in members.values():
-            label = member.facts.label if member.facts else None
-            if is_updating_label(label):
-                raise FleetError(
-                    f"{member.name} was left in the middle of an update ({label!r}); publish to it"
-                )
-        held = {m.version(self._fleet.membership.run) for m in members.values()} - {None}
-        attempt = step.attempt if isinstance(step, PolicyVersion) else 1
-        for version in held:
-            assert version is not None  # noqa: S101 - None was taken out
-            if version.step != number:
-                message = (
-                    f"cannot adopt step {number}: a worker already carries {version}; "
-                    "adopt that step, or publish"
-                )
-                raise FleetError(message)
-            run, attempt = version.run, version.attempt
-        return PolicyVersion(run=run, step=number, attempt=attempt)
+            _check_adoptable(member)
+        run = self._run_of(step, members)
+        held = [v for m in members.values() if (v := m.version(run)) is not None]
+        version = version_to_adopt(step, held, run=run)
+        # A server that carries no version yet cached what its only weights made; of one that
+        # carries a version, only its publisher knows what the caches hold.
+        rule = self._fleet.membership.rules.get(version, "unknown" if held else "own")
+        return version, rule
 
     def _version_to_publish(
         self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]
     ) -> PolicyVersion:
-        membership = self._fleet.membership
-        run = self._run_of(step)
-        number = step.step if isinstance(step, PolicyVersion) else step
-        held = [v for m in members.values() if (v := m.version(run)) is not None]
-        newest = max([v.step for v in held], default=-1)
-        if membership.committed is not None:
-            newest = max(newest, membership.committed.step)
-        if number < newest or (
-            membership.committed is not None and number == membership.committed.step
-        ):
-            message = f"step {number} is not newer than {newest}, which the fleet holds already"
-            raise ConfigError(message)
-        tried = [v.attempt for v in held if v.step == number] + [self._attempts.get(number, 0)]
-        attempt = max(tried) + 1
-        if isinstance(step, PolicyVersion):
-            attempt = max(attempt, step.attempt)
-        self._attempts[number] = attempt
-        return PolicyVersion(run=run, step=number, attempt=attempt)
+        run = self._run_of(step, members)
+        version = version_to_publish(
+            step,
+            [v for m in members.values() if (v := m.version(run)) is not None],
+            run=run,
+            committed=self._fleet.membership.committed,
+            tried=self._tried(step_number(step), run, members),
+            fenced=any(m.fence is not None for m in members.values()),
+        )
+        self._attempts[version.step] = version.attempt
+        return version
+
+    def _tried(self, number: int, run: str, members: Mapping[WorkerId, Member]) -> int:
+        """The last attempt of a step that anybody is known to have made; 0 = none."""
+        labels = [m.facts.label for m in members.values() if m.facts is not None]
+        begun = [parse_updating_label(label, run=run) for label in labels]
+        begun.append(self._ledger.target)
+        others = [v.attempt for v in begun if v is not None and (v.run, v.step) == (run, number)]
+        return max([self._attempts.get(number, 0), *others])
 
     def _drive(
         self,
@@ -308,17 +347,18 @@ class WeightPublisher:
         members: dict[WorkerId, Member],
         plan: PausePlan,
     ) -> Drive:
-        ranks = plan_ranks(
-            Ranked(worker, m.facts.ranks if m.facts else 1, m.facts.dp_group if m.facts else None)
-            for worker, m in members.items()
-        )
-        group = self._group
-        stands = group is not None and group.key == tuple(members)
+        facts = {w: m.facts for w, m in members.items() if m.facts is not None}
+        try:
+            ranks = plan_ranks(Ranked(w, f.ranks, f.dp_group) for w, f in facts.items())
+            check_ranks(ranks, {w: f.places for w, f in facts.items()})
+        except ValueError as error:
+            raise FleetError(str(error)) from None
         tx = Transaction(
             label=version.label,
             workers={worker: Progress(fence=m.fence) for worker, m in members.items()},
-            join=not stands,
+            join=self._group is None,
             finish_sets_label=self._fleet.provider.admin.finish_sets_label,
+            marks=self._fleet.provider.admin.marks,
             acknowledged=self._transport.acknowledges,
         )
         return Drive(
@@ -331,7 +371,8 @@ class WeightPublisher:
             ranks=ranks,
             plan=plan,
             timeouts=self._timeouts,
-            group=group,
+            group=self._group,
+            ledger=self._ledger,
             commit=partial(
                 self._fleet.membership.commit,
                 version,
@@ -345,12 +386,15 @@ class WeightPublisher:
     ) -> PublishReport:
         tx = drive.tx
         receipts = tuple(self._receipt(drive, worker, member) for worker, member in members.items())
+        committed = tx.committed and all(
+            r.outcome is Outcome.COMMITTED and r.fence is None for r in receipts
+        )
         report = PublishReport(
             version=version,
-            committed=tx.committed,
+            committed=committed,
             receipts=receipts,
             phases=tuple(drive.times.phases),
-            error=None if tx.committed else tx.error or "the publication did not end",
+            error=None if committed else tx.error or "the publication did not end",
         )
         self.last_report = report
         return report
@@ -359,17 +403,13 @@ class WeightPublisher:
         tx, membership = drive.tx, self._fleet.membership
         progress = tx.workers[worker]
         verdict = conclude(tx, progress, self._fleet.provider.admin.verdicts)
-        before = member.version(membership.run)
-        after = before
-        read = progress.answers.get(Op.READ)
-        if read is not None and "label" in read.facts:
-            label = read.facts["label"]
-            after = parse_label(label)
-            member.note_label(label)
-        elif Op.BEGIN in progress.asked:
-            after = None
+        before = parse_label(progress.found.get("label"))
+        label = _label_after(progress)
+        member.note_label(label)
         barrier = fence(tx, progress, verdict)
-        membership.fence(member, barrier)
+        if member.id == worker and (barrier is not None or progress.did(Op.PROBE)):
+            # Only what verified this very process lifts a fence.
+            membership.fence(member, barrier)
         failure = progress.failure
         return Receipt(
             worker=worker,
@@ -377,7 +417,7 @@ class WeightPublisher:
             outcome=verdict.outcome,
             evidence=verdict.evidence,
             version_before=before,
-            version_after=after,
+            version_after=parse_label(label),
             paused_s=drive.times.paused_s(worker),
             bytes_sent=drive.times.bytes_sent.get(worker, 0),
             fence=barrier,
@@ -432,6 +472,35 @@ class WeightPublisher:
             version_after=version if proved else None,
             error=error,
         )
+
+
+def _new_run() -> str:
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
+def _check_adoptable(member: Member) -> None:
+    """Raise unless nothing speaks against the worker holding what its user says."""
+    label = member.facts.label if member.facts else None
+    if is_updating_label(label):
+        why = f"was left in the middle of an update ({label!r})"
+    elif member.fence is not None:
+        why = f"is fenced ({member.fence.reason})"
+    elif member.facts is not None and member.facts.paused:
+        why = "is paused, so somebody is updating it or left it so"
+    else:
+        return
+    raise FleetError(f"{member.name} cannot be adopted: it {why}; publish to it instead")
+
+
+def _label_after(progress: Progress) -> object:
+    """The label that the last operation left or read; None = not known."""
+    answers = progress.answers
+    labels = [
+        answers[op].facts.get("label") if op in answers else None
+        for op in progress.asked
+        if op in (Op.INSPECT, Op.MARK, Op.UNMARK, Op.BEGIN, Op.READ, Op.PROBE)
+    ]
+    return labels[-1] if labels else None
 
 
 def _only_now(**options: Any) -> None:

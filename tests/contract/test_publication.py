@@ -1,8 +1,10 @@
 """Publications over embedded vLLM servers: the good path, and every way it may fail."""
 
+import threading
 from collections.abc import Iterator
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -375,22 +377,31 @@ async def test_a_cancelled_pause_is_awaited_and_resumed() -> None:
 
 
 async def test_every_gather_has_ended_before_the_first_pause_is_sent() -> None:
+    order: list[str] = []
+    reached, gate = threading.Event(), threading.Event()
+
+    class Gated:
+        def manifest(self) -> tuple[genapi.weights.TensorMeta, ...]:
+            return tuple(source(1).manifest())
+
+        def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+            for pair in weights(1).items():
+                order.append("gather")
+                yield pair
+            reached.set()
+            assert gate.wait(5)
+            order.append("gathered")
+
     async with rig(2) as r, publisher(r) as p:
         await p.adopt(0)
-        order: list[str] = []
-
-        class Slow:
-            def manifest(self) -> tuple[genapi.weights.TensorMeta, ...]:
-                return tuple(source(1).manifest())
-
-            def __iter__(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-                for pair in weights(1).items():
-                    order.append("gather")
-                    yield pair
-
         r.fleet.observe = lambda event: note(event, order)
-        await p.publish(1, Slow())
-        assert order.index("pause") > max(i for i, x in enumerate(order) if x == "gather")
+        async with anyio.create_task_group() as group:
+            group.start_soon(p.publish, 1, Gated())
+            assert await anyio.to_thread.run_sync(reached.wait, 5)
+            assert (await r.fleet.generate(request())).output.is_complete
+            assert "pause" not in order
+            gate.set()
+    assert order.index("gathered") < order.index("pause")
 
 
 def note(event: Event, order: list[str]) -> None:

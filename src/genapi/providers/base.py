@@ -68,7 +68,9 @@ class WorkerFacts:
 
     Attributes:
         instance: what changes when the process restarts; None = the engine does not say.
-        ranks: processes it brings into a collective.
+        ranks: processes that its rank group brings into a collective.
+        places: the ranks its own processes take, counted from its rank offset, by the engine's own
+            formula; every plan is checked against them.
         dp_group: servers with the same name here are one external data-parallel group, which
             shares one rank offset; None = it stands alone.
         role: unified, prefill or decode.
@@ -80,6 +82,7 @@ class WorkerFacts:
 
     instance: str | None
     ranks: int = 1
+    places: tuple[int, ...] = (0,)
     dp_group: str | None = None
     role: Role = Role.UNIFIED
     label: str | None = None
@@ -150,10 +153,12 @@ class Admin(Protocol):
     Attributes:
         verdicts: what (operation, observation) proves; what is not listed proves nothing.
         finish_sets_label: whether FINISH carries the label, so that LABEL asks nothing.
+        marks: whether `label` aborts nothing, so that it can be written ahead of an update.
     """
 
     verdicts: Mapping[tuple[Op, Observed], Verdict]
     finish_sets_label: bool
+    marks: bool
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
         """Raise `ConfigError` or `UnsupportedError` when this worker cannot be published to."""

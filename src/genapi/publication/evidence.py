@@ -21,6 +21,8 @@ class Op(StrEnum):
     JOIN = "join"
     PAUSE = "pause"
     CONFIRM = "confirm"
+    MARK = "mark"
+    UNMARK = "unmark"
     HEAL = "heal"
     BEGIN = "begin"
     UPDATE = "update"
@@ -28,6 +30,7 @@ class Op(StrEnum):
     LABEL = "label"
     READ = "read"
     RESUME = "resume"
+    PROBE = "probe"
     CLOSE = "close"
 
 

@@ -1,7 +1,7 @@
 """How a publication treats requests in flight and caches: `PausePlan`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from genapi.errors import ConfigError
 
@@ -24,7 +24,7 @@ class PausePlan:
             another by a salt; `stale` lets new requests reuse old entries.
 
     Raises:
-        ConfigError: `in_flight_kv="stale"` without `mode="keep"`.
+        ConfigError: an unknown value, or `in_flight_kv="stale"` without `mode="keep"`.
     """
 
     mode: PauseMode = "keep"
@@ -32,6 +32,14 @@ class PausePlan:
     prefix_cache: PrefixCache = "salt"
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("mode", PauseMode),
+            ("in_flight_kv", InFlightKV),
+            ("prefix_cache", PrefixCache),
+        ):
+            value, known = getattr(self, name), get_args(kind)
+            if value not in known:
+                raise ConfigError(f"{name}={value!r}: choose one of {', '.join(known)}")
         if self.in_flight_kv == "stale" and self.mode != "keep":
             message = (
                 f"in_flight_kv='stale' needs mode='keep'; mode={self.mode!r} leaves no request "

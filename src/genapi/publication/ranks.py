@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from genapi.types.ids import WorkerId
 
-__all__ = ("RankPlan", "Ranked", "plan_ranks")
+__all__ = ("RankPlan", "Ranked", "check_ranks", "plan_ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,27 @@ class RankPlan:
 
     world_size: int
     offsets: Mapping[WorkerId, int]
+
+
+def check_ranks(plan: RankPlan, places: Mapping[WorkerId, Iterable[int]]) -> None:
+    """Hold a plan against the ranks that the engines will take by their own formula.
+
+    Args:
+        plan: the plan.
+        places: what each server's processes add to their offset.
+
+    Raises:
+        ValueError: the ranks are no permutation of 1..world_size-1.
+    """
+    taken = sorted(
+        plan.offsets[worker] + place for worker, added in places.items() for place in added
+    )
+    if taken != list(range(1, plan.world_size)):
+        raise ValueError(
+            f"workers would take the ranks {taken} of a group of {plan.world_size}, in which the "
+            "trainer is rank 0: every rank has to be taken once; list every server of a "
+            "data-parallel group"
+        )
 
 
 def plan_ranks(servers: Iterable[Ranked]) -> RankPlan:

@@ -23,6 +23,7 @@ class Phase(StrEnum):
     GROUP = "group"
     PAUSE = "pause"
     CONFIRM = "confirm"
+    MARK = "mark"
     HEAL = "heal"
     BEGIN = "begin"
     TRANSFER = "transfer"
@@ -35,6 +36,7 @@ class Phase(StrEnum):
     OPEN = "open"
     CLOSE = "close"
     EXAMINE = "examine"
+    UNMARK = "unmark"
     RELEASE = "release"
     DONE = "done"
     RELEASED = "released"
@@ -46,9 +48,10 @@ class Act(StrEnum):
 
     STAGE = "stage"
     JOIN = "join"
+    INTEND = "intend"
+    """Write the target onto the board, before any worker is asked to begin."""
     SEND = "send"
     COMMIT = "commit"
-    OPEN = "open"
 
 
 class Who(StrEnum):
@@ -57,16 +60,23 @@ class Who(StrEnum):
     ALL = "all"
     UNJOINED = "unjoined"
     """All, when the group does not stand yet."""
+    MARKABLE = "markable"
+    """All, where the engine can be labelled without aborting anything."""
     BROKEN = "broken"
-    """Those whose last publication left a session to be closed first."""
+    """Those that a failure left in the middle of an update, here or in another process."""
     UNLABELLED = "unlabelled"
     """All, when FINISH did not carry the label."""
+    RESUMED = "resumed"
+    """Those that answered the resume."""
     IN_SESSION = "in_session"
     """Those that were asked to begin and are not known to have finished or died."""
     BEGUN = "begun"
     """Those that were asked to begin and are not dead."""
+    MARKED_CLEAN = "marked_clean"
+    """Those that were marked, never asked to begin and not broken before."""
     PAUSED_CLEAN = "paused_clean"
-    """Those that answered the pause, were never asked to begin and were not fenced before."""
+    """Those that this publication paused, whose label is what it was, that were never asked to
+    begin and were neither fenced nor broken before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +127,18 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
             Phase.CONFIRM, Phase.RELEASE, ask=Op.PAUSE, retries=True, on_cancel="wait"
         ),
         Phase.CONFIRM: Row(
-            Phase.HEAL, Phase.RELEASE, ask=Op.CONFIRM, retries=True, on_cancel="wait"
+            Phase.MARK, Phase.RELEASE, ask=Op.CONFIRM, retries=True, on_cancel="wait"
         ),
-        Phase.HEAL: Row(Phase.BEGIN, Phase.RELEASE, ask=Op.HEAL, who=Who.BROKEN, on_cancel="wait"),
+        # Written ahead: a worker that is left half-updated says so to everybody who asks.
+        Phase.MARK: Row(
+            Phase.HEAL,
+            Phase.UNMARK,
+            ask=Op.MARK,
+            who=Who.MARKABLE,
+            act=Act.INTEND,
+            on_cancel="wait",
+        ),
+        Phase.HEAL: Row(Phase.BEGIN, Phase.UNMARK, ask=Op.HEAL, who=Who.BROKEN, on_cancel="wait"),
         # From here on nobody resumes without proof.
         Phase.BEGIN: Row(Phase.TRANSFER, Phase.CLOSE, ask=Op.BEGIN, on_cancel="wait"),
         # A lost reply goes on to FINISH, whose answer decides, if the sender knows that every
@@ -142,12 +161,16 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
         ),
         Phase.VERIFY: Row(Phase.COMMIT, Phase.HELD, ask=Op.READ, retries=True),
         Phase.COMMIT: Row(Phase.RESUME, Phase.HELD, act=Act.COMMIT),
-        Phase.RESUME: Row(Phase.PROBE, Phase.OPEN, ask=Op.RESUME, retries=True),
-        Phase.PROBE: Row(Phase.OPEN, Phase.OPEN),
-        Phase.OPEN: Row(Phase.DONE, Phase.DONE, act=Act.OPEN),
+        Phase.RESUME: Row(Phase.PROBE, Phase.PROBE, ask=Op.RESUME, retries=True),
+        # A process that restarted meanwhile answers a resume as well.
+        Phase.PROBE: Row(Phase.OPEN, Phase.OPEN, ask=Op.PROBE, who=Who.RESUMED, retries=True),
+        Phase.OPEN: Row(Phase.DONE, Phase.DONE),
         # Ways out after a failure.
         Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.IN_SESSION),
         Phase.EXAMINE: Row(Phase.HELD, Phase.HELD, ask=Op.READ, who=Who.BEGUN, retries=True),
+        Phase.UNMARK: Row(
+            Phase.RELEASE, Phase.RELEASE, ask=Op.UNMARK, who=Who.MARKED_CLEAN, retries=True
+        ),
         Phase.RELEASE: Row(
             Phase.RELEASED,
             Phase.RELEASED,

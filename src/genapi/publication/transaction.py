@@ -5,12 +5,14 @@ answers prove comes from the provider's verdicts; `conclude` and `fence` say whe
 left each worker.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from genapi.publication.evidence import Answer, Observed, Op, Verdict
 from genapi.publication.table import TABLE, Act, Phase, Row, Who
 from genapi.types.ids import WorkerId
+from genapi.types.policy import is_updating_label
 from genapi.types.worker import Evidence, Fence, FenceStrength, Outcome, Recovery
 
 __all__ = (
@@ -116,6 +118,18 @@ class Progress:
         return answer is not None and answer.done
 
     @property
+    def found(self) -> Mapping[str, object]:
+        """What PREFLIGHT read: `label`, `paused`."""
+        inspected = self.answers.get(Op.INSPECT)
+        return inspected.facts if inspected is not None else {}
+
+    @property
+    def broken(self) -> bool:
+        """Whether a failure left it in the middle of an update."""
+        fenced = self.fence is not None and self.fence.recovery is Recovery.CLOSE_THEN_REPUBLISH
+        return fenced or is_updating_label(self.found.get("label"))
+
+    @property
     def dead(self) -> bool:
         """Whether any answer shows that the engine is gone."""
         return any(a.observed is Observed.DEAD for a in self.answers.values())
@@ -130,6 +144,7 @@ class Transaction:
         workers: what happened to each, in rank order.
         join: whether the group has to be built first.
         finish_sets_label: whether FINISH carries the label.
+        marks: whether a write-ahead label is set before BEGIN.
         acknowledged: whether a finished SEND proves that every worker took the bucket.
         phase: where it stands.
         waiting: calls not answered yet.
@@ -146,6 +161,7 @@ class Transaction:
     workers: Mapping[WorkerId, Progress]
     join: bool = True
     finish_sets_label: bool = True
+    marks: bool = True
     acknowledged: bool = False
     phase: Phase = Phase.PREFLIGHT
     waiting: frozenset[tuple[WorkerId, Op]] = frozenset()
@@ -266,7 +282,7 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
     if tx.ended:
         return tx, commands
     row = tx.row
-    asked = [w for w, p in tx.workers.items() if row.ask and _is_asked(tx, p, row.who)]
+    asked = [w for w, p in tx.workers.items() if row.ask and _IS_ASKED[row.who](tx, p)]
     act = row.act if row.act is not Act.JOIN or tx.join else None
     op = row.ask
     if op is not None:
@@ -285,51 +301,66 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
     return tx, commands
 
 
-def _is_asked(tx: Transaction, progress: Progress, who: Who) -> bool:
-    begun = Op.BEGIN in progress.asked
-    match who:
-        case Who.ALL:
-            return True
-        case Who.UNJOINED:
-            return tx.join
-        case Who.BROKEN:
-            was = progress.fence
-            return was is not None and was.recovery is Recovery.CLOSE_THEN_REPUBLISH
-        case Who.UNLABELLED:
-            return not tx.finish_sets_label
-        case Who.IN_SESSION:
-            return begun and not progress.did(Op.FINISH) and not progress.dead
-        case Who.BEGUN:
-            return begun and not progress.dead
-        case Who.PAUSED_CLEAN:
-            return progress.did(Op.PAUSE) and not begun and progress.fence is None
+def _begun(progress: Progress) -> bool:
+    return Op.BEGIN in progress.asked
+
+
+def _is_paused_clean(_: Transaction, progress: Progress) -> bool:
+    ours = progress.did(Op.PAUSE) and progress.found.get("paused") is not True
+    label_kept = Op.MARK not in progress.asked or progress.did(Op.UNMARK)
+    clean = progress.fence is None and not progress.broken
+    return ours and label_kept and clean and not _begun(progress)
+
+
+_IS_ASKED: Mapping[Who, Callable[[Transaction, Progress], bool]] = MappingProxyType(
+    {
+        Who.ALL: lambda _tx, _p: True,
+        Who.UNJOINED: lambda tx, _p: tx.join,
+        Who.MARKABLE: lambda tx, _p: tx.marks,
+        Who.UNLABELLED: lambda tx, _p: not tx.finish_sets_label,
+        Who.BROKEN: lambda _tx, p: p.broken,
+        Who.RESUMED: lambda _tx, p: p.did(Op.RESUME),
+        Who.IN_SESSION: lambda _tx, p: _begun(p) and not p.did(Op.FINISH) and not p.dead,
+        Who.BEGUN: lambda _tx, p: _begun(p) and not p.dead,
+        Who.MARKED_CLEAN: lambda _tx, p: Op.MARK in p.asked and not _begun(p) and not p.broken,
+        Who.PAUSED_CLEAN: _is_paused_clean,
+    }
+)
 
 
 def conclude(
     tx: Transaction, progress: Progress, verdicts: Mapping[tuple[Op, Observed], Verdict]
 ) -> Verdict:
     """What is proved of one worker at the end, from its answers alone."""
-    if Op.BEGIN not in progress.asked:
-        if progress.dead:
-            return Verdict(Outcome.UNTOUCHED, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
+    if progress.dead:
+        outcome = Outcome.UNKNOWN if _begun(progress) else Outcome.UNTOUCHED
+        return Verdict(outcome, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
+    if not _begun(progress):
         recovery = _recovery_of_untouched(progress, verdicts)
         return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, recovery)
     read = progress.answers.get(Op.READ)
     if read is not None and read.facts.get("label") == tx.label:
-        return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, None)
-    if progress.dead:
-        return Verdict(Outcome.UNKNOWN, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
+        return _held(progress)
     if progress.failure is not None:
         op, answer = progress.failure
         known = verdicts.get((op, answer.observed))
         if known is not None:
             return known
+    if progress.did(Op.CLOSE) and Op.UPDATE not in progress.asked:
+        return Verdict(Outcome.UNTOUCHED, Evidence.SESSION_CLOSED_EMPTY, Recovery.REPUBLISH)
     if progress.did(Op.CLOSE):
-        if Op.UPDATE not in progress.asked:
-            return Verdict(Outcome.UNTOUCHED, Evidence.SESSION_CLOSED_EMPTY, Recovery.REPUBLISH)
         return Verdict(Outcome.DIRTY, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
     evidence = Evidence.NO_ANSWER if read is None or not read.facts else Evidence.OTHER_LABEL
     return Verdict(Outcome.UNKNOWN, evidence, Recovery.CLOSE_THEN_REPUBLISH)
+
+
+def _held(progress: Progress) -> Verdict:
+    """Its own label was read back: it held the version then, and serves it if it was probed."""
+    if progress.did(Op.PROBE):
+        return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, None)
+    if Op.PROBE in progress.asked:
+        return Verdict(Outcome.UNKNOWN, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
+    return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, Recovery.REPUBLISH)
 
 
 def _recovery_of_untouched(
@@ -341,6 +372,8 @@ def _recovery_of_untouched(
             return known.recovery
     if progress.fence is not None:
         return progress.fence.recovery
+    if progress.broken:
+        return Recovery.CLOSE_THEN_REPUBLISH
     if Op.PAUSE in progress.asked and not progress.did(Op.RESUME):
         return Recovery.REPUBLISH
     return None
@@ -352,10 +385,10 @@ def fence(tx: Transaction, progress: Progress, verdict: Verdict) -> Fence | None
     if progress.failure is not None:
         op, answer = progress.failure
         reason = f"{op}: {answer.observed}: {answer.detail}".rstrip(": ")
-    if tx.committed and verdict.outcome is Outcome.COMMITTED:
-        if progress.did(Op.RESUME):
-            return None
-        return Fence(strength=FenceStrength.PAUSED, reason=reason, recovery=Recovery.REPUBLISH)
+    if tx.committed and progress.did(Op.PROBE):
+        return None
+    if tx.committed and progress.did(Op.RESUME):
+        return Fence(strength=FenceStrength.CLIENT, reason=reason, recovery=Recovery.REPUBLISH)
     if verdict.evidence is Evidence.DEAD:
         return Fence(
             strength=FenceStrength.DEAD, reason=reason, recovery=Recovery.RESTART_THEN_PUBLISH

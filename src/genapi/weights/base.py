@@ -212,6 +212,10 @@ class WeightTransport(Protocol):
         """Most bytes gathered before the fleet is paused."""
         ...
 
+    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
+        """Raise `ConfigError` for a tensor that cannot travel; nobody is paused yet."""
+        ...
+
     async def sender(self, *, world_size: int, timeout_s: float) -> Sender:
         """The trainer's end of a new group.
 

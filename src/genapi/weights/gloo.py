@@ -5,7 +5,7 @@ the group is abandoned. The collectives are in `_gloo_group`, torch with them.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +15,7 @@ import anyio
 from genapi.errors import ConfigError, TransportError
 from genapi.weights._tensors import is_torch, raw_bytes
 from genapi.weights._threads import run_in_thread, start_thread
-from genapi.weights.base import Bucket, WireBucket, check_limits, check_world_size
+from genapi.weights.base import Bucket, TensorMeta, WireBucket, check_limits, check_world_size
 
 if TYPE_CHECKING:
     from genapi.weights._gloo_group import GlooGroup
@@ -70,6 +70,12 @@ class Gloo:
     def acknowledges(self) -> bool:
         """Every receiver greets the sender once more when it has loaded a bucket."""
         return True
+
+    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
+        """Everything that torch knows can travel, to workers that are processes."""
+        del manifest
+        if in_process:
+            raise ConfigError("workers inside this process take weights.Memory(), not Gloo()")
 
     async def sender(self, *, world_size: int, timeout_s: float) -> "GlooSender":
         """Open the rendezvous of a new group of `world_size` ranks, this one included.

@@ -6,15 +6,23 @@ A worker in this process gets numpy arrays by reference; one behind a socket get
 
 import base64
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from genapi.errors import ConfigError, TransportError
 from genapi.weights._tensors import is_torch, raw_bytes
-from genapi.weights.base import Bucket, Delivery, WireBucket, check_limits, check_world_size
+from genapi.weights.base import (
+    Bucket,
+    Delivery,
+    TensorMeta,
+    WireBucket,
+    check_limits,
+    check_world_size,
+)
 
 __all__ = ("Memory",)
 
@@ -50,6 +58,21 @@ class Memory:
     def acknowledges(self) -> bool:
         """Nothing but the reply says that a worker behind a socket has its bucket."""
         return False
+
+    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
+        """By reference only what numpy has can go.
+
+        Raises:
+            ConfigError: a dtype that numpy lacks.
+        """
+        for meta in manifest if in_process else ():
+            try:
+                np.dtype(meta.dtype)
+            except TypeError:
+                raise ConfigError(
+                    f"tensor {meta.name!r} is {meta.dtype}, which numpy lacks, and cannot be "
+                    "handed to a worker in this process; cast it to float32"
+                ) from None
 
     async def sender(self, *, world_size: int, timeout_s: float) -> "MemorySender":
         """The trainer's end of a group of `world_size` ranks. Nothing in it waits.

@@ -72,6 +72,7 @@ class VLLMAdmin:
 
     verdicts: Mapping[tuple[Op, Observed], Verdict] = VERDICTS
     finish_sets_label = True
+    marks = True  # RUN recovery.md: set while paused it aborts nothing and leaves no span
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
         """Refuse a worker that cannot be published to.

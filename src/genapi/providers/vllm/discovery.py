@@ -23,6 +23,7 @@ from genapi.providers.vllm.errors import (
     error_text,
 )
 from genapi.providers.vllm.generate import ABORT_PATH
+from genapi.providers.vllm.ranks import server_ranks
 from genapi.types.ids import Role
 from genapi.types.response import LogprobsMode
 from genapi.wire.flow import Flow, call, calls
@@ -100,12 +101,16 @@ def _facts(
     elif backend is None:
         missing["weights"] = 'start vLLM with --weight-transfer-config \'{"backend": "..."}\''
     release = _release(engine_version)
+    world_size = _read(ranks, "world_size", 1)
+    if type(world_size) is not int or world_size < 1:
+        raise ReplyError(f"{ranks.url} names a world size of {world_size!r}", url=ranks.url)
     served = models.get("data")
     entries = [m for m in served if isinstance(m, dict)] if isinstance(served, list) else []
     instance = config.get("instance_id")
     return WorkerFacts(
         instance=None if instance is None else str(instance),
-        ranks=_read(ranks, "world_size", 1),
+        ranks=world_size,
+        places=_places(config.get("parallel_config") or {}, world_size),
         dp_group=_dp_group(config.get("parallel_config") or {}),
         role=_role(config),
         label=_read(label, "weight_version", None),
@@ -184,6 +189,18 @@ def _dp_group(parallel: Mapping[str, Any]) -> str | None:
         return None
     address = parallel.get("data_parallel_master_ip")
     return f"{address}:{parallel.get('data_parallel_rpc_port')}/{size}"
+
+
+def _places(parallel: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
+    """What this server's processes add to their rank offset."""
+    if _dp_group(parallel) is None:
+        return tuple(range(world_size))
+    replica = world_size // parallel["data_parallel_size"]
+    first = parallel.get("data_parallel_index", parallel.get("data_parallel_rank", 0))
+    local = parallel.get("data_parallel_size_local", 1)
+    return tuple(
+        server_ranks(0, data_parallel_indexes=range(first, first + local), replica_size=replica)
+    )
 
 
 def _role(config: Mapping[str, Any]) -> Role:

@@ -73,7 +73,7 @@ def error_text(body: bytes) -> ErrorText:
     """The error in a body: `{"error": {...}}`, `{"error": "..."}`, `{"detail": ...}`, or text."""
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError, ValueError):
         return ErrorText(body[:_SHOWN].decode("utf-8", "replace").strip() or "empty body")
     return error_value(value)
 

@@ -154,15 +154,18 @@ def parse(body: bytes, *, top: bool) -> tuple[Body, dict[str, Any], list[dict[st
         return (_closed_top if top else _closed).decode(body), {}, []
     except msgspec.ValidationError:
         pass  # an unknown field, or a broken one: the open decoder tells
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ReplyError(f"the reply is not JSON: {error}") from None
     try:
         typed = (_open_top if top else _open).decode(body)
     except msgspec.ValidationError as error:
         raise ReplyError(f"the reply breaks its contract: {error}") from None
-    fields = _fields.decode(body)
-    choices = _list_of_fields.decode(fields["choices"]) if typed.choices else []
-    return typed, _unknown(fields, Body), [_unknown(choice, Choice) for choice in choices]
+    try:
+        fields = _fields.decode(body)
+        choices = _list_of_fields.decode(fields["choices"]) if typed.choices else []
+        return typed, _unknown(fields, Body), [_unknown(choice, Choice) for choice in choices]
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ReplyError(f"the reply has a field that is not JSON: {error}") from None
 
 
 def parse_prompt_scores(raw: Raw) -> list[dict[str, Candidate] | None]:

@@ -1,0 +1,86 @@
+"""What a publisher writes down outside itself: its lease, its intent, its result.
+
+The rule of this file: without a board every step is a no-op; with one, a publisher that was
+superseded learns it before it asks for anything dangerous.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from genapi.board import Board, Lease, new_holder, take_epoch
+from genapi.types.board import BoardState, BoardWorker
+from genapi.types.ids import WorkerId
+from genapi.types.policy import PolicyVersion
+from genapi.types.worker import Fence
+
+__all__ = ("Ledger",)
+
+_FRESH_S = 0.05
+"""How long a check counts for the other calls of one fan-out."""
+
+
+class Ledger:
+    """One publisher's hold on a board, or on none."""
+
+    def __init__(self, board: Board | None) -> None:
+        self._board = board
+        self._holder = new_holder()
+        self._lease: Lease | None = None
+        self._checked_at = -1.0
+        self._checking = asyncio.Lock()
+
+    async def take(self, run: str | None) -> BoardState | None:
+        """Take the lease, if it is not held yet; returns the record that was found.
+
+        Raises:
+            SupersededError: another publisher has taken it since.
+        """
+        if self._board is None:
+            return None
+        if self._lease is None:
+            self._lease = await take_epoch(self._board, self._holder, run)
+            return self._lease.found
+        return await self._lease.check()
+
+    @property
+    def target(self) -> PolicyVersion | None:
+        """The version that a publication which did not commit was moving workers to."""
+        return self._lease.state.target if self._lease is not None else None
+
+    async def check(self) -> None:
+        """Raise `SupersededError` unless this publisher holds the lease."""
+        if self._lease is None:
+            return
+        async with self._checking:
+            now = asyncio.get_running_loop().time()
+            if now - self._checked_at > _FRESH_S:
+                await self._lease.check()
+                self._checked_at = asyncio.get_running_loop().time()
+
+    async def intend(
+        self, target: PolicyVersion, workers: Iterable[tuple[WorkerId, Fence | None]]
+    ) -> None:
+        """Write the target ahead. Raises `SupersededError`."""
+        if self._lease is not None:
+            await self._lease.write(phase="publishing", target=target, workers=_rows(workers))
+
+    async def commit(self, version: PolicyVersion) -> None:
+        """Write that every worker was proved to hold the version. Raises `SupersededError`."""
+        if self._lease is not None:
+            await self._lease.write(phase="idle", committed=version)
+
+    async def end(
+        self, workers: Iterable[tuple[WorkerId, Fence | None]], *, target: PolicyVersion | None
+    ) -> None:
+        """Write how a publication ended: held at `target`, or idle. Raises `SupersededError`."""
+        if self._lease is None:
+            return
+        rows = _rows(workers)
+        if target is None:
+            await self._lease.write(phase="idle", workers=rows)
+        else:
+            await self._lease.write(phase="held", target=target, workers=rows)
+
+
+def _rows(workers: Iterable[tuple[WorkerId, Fence | None]]) -> tuple[BoardWorker, ...]:
+    return tuple(BoardWorker(id=str(worker), fence=fence) for worker, fence in workers)

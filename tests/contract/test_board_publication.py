@@ -1,0 +1,144 @@
+"""Publications that share a board: one winner, and what others learn from it."""
+
+import pathlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+import genapi
+from genapi import PublishReport, SupersededError, WeightPublisher
+from genapi.board import MemoryBoard, open_board
+from genapi.embedded import Cluster, Fault
+from genapi.events import Event, PhaseStarted
+from genapi.transports.memory import MemoryTransport
+from tests.contract.embedded import QUICK, greedy, request, weights
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def process(cluster: Cluster, board: MemoryBoard | str) -> AsyncIterator[genapi.Fleet]:
+    """A fleet as another process would have it, on the same board."""
+    fleet = genapi.connect("embedded://", transport=MemoryTransport(cluster), run="r", board=board)
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        yield fleet
+
+
+def publisher(fleet: genapi.Fleet) -> WeightPublisher:
+    return WeightPublisher(fleet, transport=genapi.weights.Memory(), timeouts=QUICK)
+
+
+def source(seed: int) -> genapi.weights.WeightSource:
+    return genapi.weights.from_tensors(weights(seed))
+
+
+async def test_a_publication_is_written_ahead_and_then_committed_on_the_board() -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), MemoryBoard()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.committed and state.committed.step) == ("idle", 0)
+        report = await p.publish(1, source(1))
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.committed, state.target) == ("idle", report.version, None)
+
+
+async def test_a_publication_that_fails_past_begin_leaves_its_target_and_fences_on_the_board() -> (
+    None
+):
+    cluster, board = Cluster.from_query({"workers": "2"}), MemoryBoard()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        cluster.workers[1].faults.add(Fault("/update_weights", "peer_lost"))
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        report = caught.value.report
+        assert isinstance(report, PublishReport)
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.target) == ("held", report.version)
+        assert state.committed is not None
+        assert state.committed.step == 0
+        for receipt in report.receipts:
+            assert state.fence_of(str(receipt.worker)) == receipt.fence
+    async with process(cluster, board) as other:
+        fences = [w.fence for w in (await other.snapshot()).workers]
+        assert fences == [receipt.fence for receipt in report.receipts]
+        again = await publisher(other).publish(1, source(1))
+        assert again.committed
+        assert again.version.attempt == 2
+        reply = await other.generate(request())
+        assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("phase", ["stage", "pause", "mark", "begin", "transfer", "finish"])
+async def test_of_two_publishers_one_wins_and_the_other_is_superseded(phase: str) -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), MemoryBoard()
+    async with process(cluster, board) as one, process(cluster, board) as two:
+        first, second = publisher(one), publisher(two)
+        await first.adopt(0)
+        taken = anyio.Event()
+
+        def observe(event: Event) -> None:
+            if isinstance(event, PhaseStarted) and event.phase == phase:
+                taken.set()
+
+        one.observe = observe
+        results: list[str] = []
+
+        async def loser() -> None:
+            try:
+                await first.publish(1, source(1))
+                results.append("won")
+            except SupersededError:
+                results.append("superseded")
+            except genapi.PublishError as error:
+                results.append(f"failed: {error}")
+
+        async def winner() -> None:
+            await taken.wait()
+            for _ in range(20):
+                try:
+                    report = await second.publish(2, source(2))
+                except genapi.PublishError:
+                    continue
+                assert report.committed
+                return
+            raise AssertionError("the second publisher never got through")
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(loser)
+                group.start_soon(winner)
+        assert results in (["superseded"], ["won"])
+        assert {w.engine.label for w in cluster.workers} == {"genapi:r:2:1"} or {
+            w.engine.label.rpartition(":")[0] for w in cluster.workers
+        } == {"genapi:r:2"}
+        for session in ("a", "b", "c", "d"):
+            reply = await two.generate(request(session=session))
+            assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
+
+
+async def test_a_process_that_only_generates_learns_of_the_version_from_a_board_that_travels(
+    tmp_path: pathlib.Path,
+) -> None:
+    cluster, url = Cluster.from_query({"workers": "1"}), f"file:{tmp_path / 'board'}"
+    async with process(cluster, url) as fleet:
+        assert fleet.config.board == url
+        await publisher(fleet).adopt(4)
+        config = fleet.config
+    board = open_board(config.board or "")
+    state, _ = await board.read()
+    await board.aclose()
+    assert state is not None
+    assert state.committed is not None
+    assert state.committed.step == 4
+    async with process(cluster, url) as other:
+        assert other.membership.committed == state.committed
