@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import anyio
 
-from genapi.errors import GenAPIError, TransportError
+from genapi.errors import GenAPIError, ReplyError, TransportError
 from genapi.events import AdminCalled, Observe
 from genapi.transports.base import Transport
 from genapi.wire.flow import Flow
@@ -83,6 +83,7 @@ async def run_flow(
     Raises:
         TransportError: the flow did not handle it, or the time was up. Its phase is `not_sent` only
             when no call of the flow was begun.
+        ReplyError: an answer has a shape that the flow cannot read.
     """
     started = time.monotonic()
     send = partial(_send, transport, base_url, headers)
@@ -90,9 +91,13 @@ async def run_flow(
     try:
         result = await _within(timeout_s, flow, send, what=f"{operation} on {base_url}")
         failure = None
-    except Exception as error:
+    except GenAPIError as error:
         failure = str(error)
         raise
+    except Exception as error:
+        # A flow reads what a peer may have written: whatever it trips over is the peer's.
+        failure = f"the answer cannot be read: {type(error).__name__}: {error}"
+        raise ReplyError(f"{operation} on {base_url}: {failure}", url=base_url) from error
     finally:
         flow.close()
         seconds = time.monotonic() - started

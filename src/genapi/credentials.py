@@ -7,7 +7,7 @@ A key is given to an origin, never to whoever answers:
     administration, the      admin_api_key         admin_api_key
     origin of requests       api_key only          api_key
     administration, any      admin_api_key         admin_api_key
-    other origin             api_key only          api_key if in allowed_origins, else nothing
+    other origin             api_key only          nothing
 
 A reference to a variable that is unset or blank means no key, and then no Authorization header at
 all. A file that is named has to be there; a blank one means no key.
@@ -33,31 +33,22 @@ _log = logging.getLogger(__name__)
 _IN_PROCESS = "memory://"
 
 
-def data_grant(
-    url: str, *, request_origins: Iterable[str], allowed_origins: Iterable[str]
-) -> Grant | None:
+def data_grant(url: str, *, request_origins: Iterable[str]) -> Grant | None:
     """Which key a request to `url` carries; None = none."""
-    return "data" if origin(url) in {*request_origins, *allowed_origins} else None
+    return "data" if origin(url) in {*request_origins} else None
 
 
-def admin_grant(
-    url: str,
-    *,
-    request_origins: Iterable[str],
-    allowed_origins: Iterable[str],
-    has_admin_key: bool,
-) -> Grant | None:
+def admin_grant(url: str, *, request_origins: Iterable[str], has_admin_key: bool) -> Grant | None:
     """Which key an administration call to `url` carries; None = none.
 
     Args:
         url: where the call goes.
         request_origins: where requests go.
-        allowed_origins: further origins that the user trusts with the data key.
         has_admin_key: whether there is a key for administration alone.
     """
     if has_admin_key:
         return "admin"
-    return data_grant(url, request_origins=request_origins, allowed_origins=allowed_origins)
+    return data_grant(url, request_origins=request_origins)
 
 
 def resolve(key: Key | None, *, environment: Mapping[str, str]) -> str | None:
@@ -132,11 +123,7 @@ class Credentials:
         """The headers that a request to `url` carries."""
         if url.startswith(_IN_PROCESS):
             return self._headers("data")
-        return self._headers(
-            data_grant(
-                url, request_origins=self._request_origins, allowed_origins=self._allowed_origins
-            )
-        )
+        return self._headers(data_grant(url, request_origins=self._request_origins))
 
     def admin_headers(self, url: str) -> dict[str, str]:
         """The headers that an administration call to `url` carries.
@@ -151,7 +138,6 @@ class Credentials:
             admin_grant(
                 url,
                 request_origins=self._request_origins,
-                allowed_origins=self._allowed_origins,
                 has_admin_key=has_admin_key,
             )
         )

@@ -3,6 +3,7 @@
 No event carries a prompt, a token or a key.
 """
 
+import logging
 from collections.abc import Callable
 
 from genapi.types.base import Value
@@ -19,8 +20,12 @@ __all__ = (
     "RequestRetried",
     "SenderProgress",
     "WorkerFenced",
+    "guarded",
     "ignore",
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 class Event(Value):
@@ -86,6 +91,18 @@ class WorkerFenced(Event):
 
 
 Observe = Callable[[Event], None]
+
+
+def guarded(observe: Observe) -> Observe:
+    """`observe`, whose errors are logged: telling what happens must not change what happens."""
+
+    def tell(event: Event) -> None:
+        try:
+            observe(event)
+        except Exception:  # noqa: BLE001 - whatever a user's observer raises
+            _log.exception("the observer failed on %s", type(event).__name__)
+
+    return tell
 
 
 def ignore(_event: Event) -> None:

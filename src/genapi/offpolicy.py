@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from genapi.types.base import Value
+from genapi.types.base import BoolMask, Value
 from genapi.types.policy import PolicyTrace, PolicyVersion, TraceSource, version_lag
 from genapi.types.response import GenerateOutput, GenerateResponse
 
@@ -41,7 +41,7 @@ class Verdict(Value):
 
     accepted: bool
     lag: int | None
-    token_mask: BoolArray
+    token_mask: BoolMask
     reason: DropReason | None = None
 
 
@@ -56,7 +56,8 @@ class OffPolicyWindow(Value):
         require_pure: accept only samples of one version whose context is of that version too.
         basis: what the lag is counted from. `oldest`: the oldest token. `start`: the first
             token, whose version stands for the whole sample. `per_token`: every token for
-            itself; the lag is that of the oldest token kept.
+            itself, so that `drop` drops tokens and not samples, as `mask` does; the lag is that
+            of the oldest token kept.
     """
 
     max_lag: Annotated[int, Field(ge=0, strict=True)]
@@ -128,7 +129,10 @@ class OffPolicyWindow(Value):
             return Verdict(
                 accepted=True, lag=lag, token_mask=_mask(tokens, value=False), reason=reason
             )
-        if self.on_stale == "mask" and fresh.any():
+        by_token = self.on_stale == "mask" or (
+            self.on_stale == "drop" and self.basis == "per_token"
+        )
+        if by_token and fresh.any():
             kept = [version_lag(s.lo, consumer) for s in trace.spans if fresh[s.start]]
             oldest = max(k for k in kept if k is not None)
             return Verdict(accepted=True, lag=oldest, token_mask=fresh, reason=reason)

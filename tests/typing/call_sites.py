@@ -37,6 +37,27 @@ async def rollout(prompt: list[int]) -> None:
         assert_type(out.policy.is_mixed, bool)
         assert_type(out.policy.is_pure, bool)
         assert_type(out.policy.lag(5), int | None)
+        assert_type(out.logprobs, npt.NDArray[np.float32] | None)
+        print(out.stop_reason, out.top_logprobs)
+        print(out.policy.source, out.policy.arrays())
+        assert_type(out.policy.at(0), genapi.Span)
+        assert_type(reply.prompt_token_ids, genapi.TokenIds | None)
+        assert_type(reply.prompt_logprobs, npt.NDArray[np.float32] | None)
+        print(reply.attempts, reply.logprobs_mode)
+        snapshot = await fleet.snapshot()
+        for worker in snapshot.workers:
+            print(worker.id, worker.url, worker.role, worker.version, worker.paused)
+            print(worker.healthy, worker.fence, worker.ranks)
+        fresh = request.model_copy(update={"min_version": 3})
+        GenerateRequest(
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=1),
+            request_id="mine",
+            min_version=3,
+            exact_version=genapi.PolicyVersion(run="r", step=3),
+            timeout_s=5,
+        )
+        print(fresh)
         array: npt.NDArray[Any] = np.asarray(out.token_ids)
         more: Sequence[int] = prompt + out.token_ids
         assert_type(reply.usage.cached_tokens, int | None)
@@ -75,7 +96,11 @@ async def options() -> None:
         connect_timeout_s=1.0,
         idle_timeout_s=30.0,
         admin_timeout_s=10.0,
+        refresh_s=1.0,
+        allowed_origins=("http://w2:8001",),
+        discovery_url=None,
         strict=True,
+        board="file:/shared/board",
     )
 
 
@@ -83,6 +108,15 @@ async def publish(fleet: genapi.Fleet, state_dict: Mapping[str, npt.NDArray[np.f
     async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
         await publisher.adopt(0)
         report = await publisher.publish(3, genapi.weights.from_tensors(state_dict))
+        await publisher.publish(
+            4,
+            genapi.weights.from_safetensors("model"),
+            mode="drain",
+            in_flight_kv="recompute",
+            prefix_cache="flush",
+            at_most=None,
+            latest_only=False,
+        )
         for receipt in report.receipts:
             assert_type(receipt.worker, genapi.WorkerId)
             print(receipt.outcome, receipt.evidence, receipt.version_before, receipt.version_after)
@@ -98,6 +132,8 @@ async def publish(fleet: genapi.Fleet, state_dict: Mapping[str, npt.NDArray[np.f
         timeouts=genapi.PublishTimeouts(),
         on_partial="serve",
         min_workers=1,
+        max_workers_per_group=None,
+        restarter=None,
     )
 
 

@@ -224,6 +224,8 @@ class Cluster:
         """
         rest = dict(query)
         size = _read("workers", rest.pop("workers", "1"), int)
+        if size < 1:
+            raise ValueError(f"workers={size}: a cluster has at least one")
         config, engine = read_config(rest)
         time = VirtualClock() if clock is None else clock
         return cls(

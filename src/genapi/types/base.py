@@ -5,14 +5,17 @@ The rule of this file: a value never changes after it was built, also not throug
 (arrays by content, NaN equal to NaN).
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
 
-__all__ = ("Float32Array", "Value", "float32_array")
+__all__ = ("BoolMask", "Float32Array", "FrozenDict", "Value", "float32_array")
 
+K = TypeVar("K")
+V = TypeVar("V")
+BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 
 
@@ -45,6 +48,39 @@ Float32Array = Annotated[
 """Read-only float32 vector; JSON: a list in which null is NaN. Bit-exact through JSON."""
 
 
+def _bool_array(data: Any) -> BoolArray:
+    array = np.array(data, dtype=np.bool_)
+    if array.ndim != 1:
+        raise ValueError(f"expected a flat list of booleans, got an array of shape {array.shape}")
+    array.flags.writeable = False
+    return array
+
+
+BoolMask = Annotated[
+    BoolArray,
+    BeforeValidator(_bool_array),
+    PlainSerializer(lambda array: array.tolist(), return_type=list[bool], when_used="json"),
+    WithJsonSchema({"type": "array", "items": {"type": "boolean"}}),
+]
+"""Read-only bool vector; JSON: a list."""
+
+
+class FrozenDict(dict[K, V]):
+    """A dict that cannot be changed; it pickles and copies as one."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("what a value holds cannot be changed; build another value")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
 def _frozen(item: Any) -> Any:
     if isinstance(item, np.ndarray):
         item.flags.writeable = False
@@ -73,6 +109,7 @@ class Value(BaseModel):
         allow_inf_nan=False,
         validate_default=False,
         protected_namespaces=(),
+        hide_input_in_errors=True,  # an input may hold a key
     )
 
     def __eq__(self, other: object) -> bool:

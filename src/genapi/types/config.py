@@ -4,15 +4,18 @@ The rule of this file: a configuration travels (pickle, JSON, TOML) and never ca
 Keys are references that are looked up where they are used.
 """
 
+import tomllib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+import tomli_w
 from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from genapi.errors import ConfigError
 from genapi.types.base import Value
+from genapi.types.board import parse_board
 from genapi.types.ids import Role
 from genapi.types.policy import RunName
 
@@ -280,7 +283,7 @@ class FleetConfig(Value):
         api_key: key of the request plane.
         admin_api_key: key of the administration plane; without it `api_key` is used there, but
             only towards an origin that also gets requests.
-        allowed_origins: further origins that may get the admin key.
+        allowed_origins: origins that may get a key over plain HTTP without a warning.
         discovery_url: where workers are listed, when it cannot be derived.
         expect: the topology the fleet has to have.
         max_in_flight: most requests at once from this process; None = no limit.
@@ -312,7 +315,25 @@ class FleetConfig(Value):
     @model_validator(mode="after")
     def _readable(self) -> Self:
         parse_target(self.target)
+        if self.board is not None:
+            parse_board(self.board)
         return self
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """The configuration that `to_toml` wrote."""
+        return cls.model_validate(tomllib.loads(text))
+
+    def to_toml(self) -> str:
+        """The configuration as TOML; what is not set is left out.
+
+        Raises:
+            ConfigError: a key is given literally, which may not be written anywhere.
+        """
+        for key in (self.api_key, self.admin_api_key):
+            if key is not None:
+                _ = key.reference
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     @property
     def parsed(self) -> Target:

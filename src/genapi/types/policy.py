@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from genapi.types.base import Value
 
@@ -23,10 +23,12 @@ __all__ = (
     "TraceSource",
     "is_updating_label",
     "parse_label",
+    "parse_updating_label",
 )
 
 _RUN = r"[A-Za-z0-9._-]+"
-_LABEL = re.compile(rf"genapi:({_RUN}):(0|[1-9][0-9]*):([1-9][0-9]*)")
+_MOST_STEPS = 10**18
+_LABEL = re.compile(rf"genapi:({_RUN}):(0|[1-9][0-9]{{0,17}}):([1-9][0-9]{{0,17}})")
 _UPDATING = "!updating"
 
 RunName = Annotated[str, Field(pattern=rf"^{_RUN}$")]
@@ -40,13 +42,13 @@ class PolicyVersion(Value):
 
     Attributes:
         run: names the training run: letters, digits, `.`, `_`, `-`.
-        step: the trainer's step, from 0.
+        step: the trainer's step, from 0 to 10**18 - 1, so that arrays of int64 hold it.
         attempt: which try to publish this step, from 1.
     """
 
     run: RunName
-    step: Annotated[int, Field(ge=0, strict=True)]
-    attempt: Annotated[int, Field(ge=1, strict=True)] = 1
+    step: Annotated[int, Field(ge=0, lt=_MOST_STEPS, strict=True)]
+    attempt: Annotated[int, Field(ge=1, lt=_MOST_STEPS, strict=True)] = 1
 
     @property
     def label(self) -> str:
@@ -94,13 +96,16 @@ def parse_label(label: object, *, run: str | None = None) -> PolicyVersion | Non
     return PolicyVersion(run=match[1], step=int(match[2]), attempt=int(match[3]))
 
 
+def parse_updating_label(label: object, *, run: str | None = None) -> PolicyVersion | None:
+    """The version that a write-ahead label moves its worker to; None for every other label."""
+    if not isinstance(label, str) or not label.endswith(_UPDATING):
+        return None
+    return parse_label(label.removesuffix(_UPDATING), run=run)
+
+
 def is_updating_label(label: object) -> bool:
     """Whether the label is a write-ahead label: its worker was left in mid-update."""
-    return (
-        isinstance(label, str)
-        and label.endswith(_UPDATING)
-        and parse_label(label.removesuffix(_UPDATING)) is not None
-    )
+    return parse_updating_label(label) is not None
 
 
 class Span(Value):
@@ -182,7 +187,9 @@ class PolicyTrace(Value):
     """
 
     spans: tuple[Span, ...] = ()
-    source: TraceSource | Literal["engine", "inferred", "frozen"] = TraceSource.INFERRED
+    source: Annotated[
+        TraceSource | Literal["engine", "inferred", "frozen"], AfterValidator(TraceSource)
+    ] = TraceSource.INFERRED
 
     @model_validator(mode="after")
     def _check(self) -> Self:

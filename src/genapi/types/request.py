@@ -3,9 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, SerializeAsAny, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    StrictBool,
+    model_validator,
+)
 
-from genapi.types.base import Value
+from genapi.types.base import FrozenDict, Value
 from genapi.types.ids import IdSequence, TokenIds
 from genapi.types.policy import PolicyVersion
 
@@ -25,7 +33,7 @@ class StructuredOutput(Value):
         grammar: a grammar in the engine's notation (EBNF).
     """
 
-    json_schema: Mapping[str, Any] | None = None
+    json_schema: Annotated[Mapping[str, Any], AfterValidator(FrozenDict)] | None = None
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
@@ -71,20 +79,20 @@ class SamplingParams(Value):
     max_tokens: Count
     min_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     n: Count = 1
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(strict=True, ge=0)] = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, strict=True)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0)] = 1.0
     seed: Annotated[int, Field(strict=True)] | None = None
     stop: Texts = ()
     stop_token_ids: IdSequence = TokenIds()
-    ignore_eos: bool = False
+    ignore_eos: StrictBool = False
     logprobs: Annotated[int, Field(ge=0, strict=True)] | None = 0
     prompt_logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
-    logit_bias: Mapping[int, float] = Field(default_factory=dict)
+    logit_bias: Annotated[Mapping[int, float], AfterValidator(FrozenDict)] = FrozenDict()
     bad_words: Texts = ()
     structured_output: StructuredOutput | None = None
 
@@ -100,6 +108,24 @@ class ProviderOptions(Value):
     """Base of every provider's own request options (`genapi.providers.vllm.Options`)."""
 
     provider: str
+
+
+def _options(value: Any) -> Any:
+    """Options as written to JSON become the options of the provider that they name."""
+    if not isinstance(value, Mapping):
+        return value
+    for kind in _option_kinds(ProviderOptions):
+        if kind.model_fields["provider"].default == value.get("provider"):
+            return kind.model_validate(value)
+    raise ValueError(
+        f"options of provider {value.get('provider')!r} are not known here; "
+        "import genapi.providers.<name>.Options first"
+    )
+
+
+def _option_kinds(base: type[ProviderOptions]) -> list[type[ProviderOptions]]:
+    kinds = base.__subclasses__()
+    return kinds + [more for kind in kinds for more in _option_kinds(kind)]
 
 
 class GenerateRequest(Value):
@@ -135,7 +161,7 @@ class GenerateRequest(Value):
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     min_version: Annotated[int, Field(ge=0, strict=True)] | PolicyVersion | None = None
     exact_version: Annotated[int, Field(ge=0, strict=True)] | PolicyVersion | None = None
-    options: SerializeAsAny[BaseModel] | None = None
+    options: Annotated[SerializeAsAny[BaseModel], BeforeValidator(_options)] | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

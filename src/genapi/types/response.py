@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
-from genapi.types.base import Float32Array, Value
+from genapi.types.base import Float32Array, FrozenDict, Value
 from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import PolicyTrace
 
@@ -82,7 +82,7 @@ class GenerateOutput(Value):
     finish_raw: str | None = None
     stop_reason: str | int | None = None
     policy: PolicyTrace
-    extra: Mapping[str, Any] = {}
+    extra: Annotated[Mapping[str, Any], AfterValidator(FrozenDict)] = FrozenDict()
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -160,7 +160,7 @@ class GenerateResponse(Value):
     prefill_worker: WorkerId | None = None
     logprobs_mode: LogprobsMode | None = None
     model: str | None = None
-    extra: Mapping[str, Any] = {}
+    extra: Annotated[Mapping[str, Any], AfterValidator(FrozenDict)] = FrozenDict()
 
     @property
     def output(self) -> GenerateOutput:

@@ -127,7 +127,7 @@ class Receipt(Value):
         paused_s: seconds from the first pause call to the answered resume, or to the end.
         bytes_sent: weight bytes that the worker was sent.
         fence: why it gets no traffic now; None = it serves.
-        recovery: the way back; None when it committed or was not touched and serves.
+        recovery: the way back; None when it serves.
         error: the first error that concerned this worker, as text.
     """
 

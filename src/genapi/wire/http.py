@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from genapi.errors import ReplyError
+from genapi.errors import ConfigError, ReplyError
 
 __all__ = ("HTTPCall", "HTTPReply", "json_body")
 
@@ -15,8 +15,15 @@ _decoder = msgspec.json.Decoder()
 
 
 def json_body(value: Any) -> bytes:
-    """`value` as JSON; refuses NaN and infinities by writing null, as msgspec does."""
-    return _encoder.encode(value)
+    """`value` as JSON; NaN and infinities become null, as msgspec writes them.
+
+    Raises:
+        ConfigError: something in it has no JSON form.
+    """
+    try:
+        return _encoder.encode(value)
+    except (TypeError, UnicodeEncodeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"what is asked cannot be written as JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,7 @@ class HTTPReply:
         """
         try:
             return _decoder.decode(self.body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
             message = f"expected JSON from {self.url} (status {self.status}): {error}"
             raise ReplyError(message, body=self.body, status=self.status, url=self.url) from None
 

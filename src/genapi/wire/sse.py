@@ -1,8 +1,11 @@
 """Server-sent events: bytes in any pieces go in, whole `data` payloads come out."""
 
+from genapi.errors import ReplyError
+
 __all__ = ("SSEDecoder",)
 
 _BOM = b"\xef\xbb\xbf"
+_LONGEST_LINE = 256 << 20
 
 
 class SSEDecoder:
@@ -13,25 +16,36 @@ class SSEDecoder:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._data: list[bytes] = []
         self._skip_lf = False
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The payloads of the events that `chunk` completes."""
+        """The payloads of the events that `chunk` completes.
+
+        Raises:
+            ReplyError: a line never ends.
+        """
         if self._at_start:
-            chunk = self._rest + chunk
-            self._rest = b""
+            chunk = bytes(self._rest) + chunk
+            self._rest.clear()
             if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
-                self._rest = chunk
+                self._rest += chunk
                 return []
             chunk = chunk.removeprefix(_BOM)
             self._at_start = False
         if self._skip_lf and chunk:
             chunk = chunk.removeprefix(b"\n")
             self._skip_lf = False
-        lines, self._rest = self._lines(self._rest + chunk)
+        if len(self._rest) + len(chunk) > _LONGEST_LINE:
+            raise ReplyError(f"a line of the stream is longer than {_LONGEST_LINE} bytes")
+        if b"\n" not in chunk and b"\r" not in chunk:
+            # The line is looked at once, when it ends: in small pieces it costs no more.
+            self._rest += chunk
+            return []
+        *lines, rest = self._lines(bytes(self._rest) + chunk)
+        self._rest[:] = rest
         events = []
         for line in lines:
             if line.startswith(b"data:"):
@@ -44,13 +58,12 @@ class SSEDecoder:
                 self._data.append(b"")
         return events
 
-    def _lines(self, text: bytes) -> tuple[list[bytes], bytes]:
+    def _lines(self, text: bytes) -> list[bytes]:
         if b"\r" in text:
             # A CR at the very end ends its line now; the LF that may follow is skipped later.
             self._skip_lf = text.endswith(b"\r")
             text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, rest = text.split(b"\n")
-        return lines, rest
+        return text.split(b"\n")
 
     @property
     def pending(self) -> bool:
