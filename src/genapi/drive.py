@@ -43,6 +43,9 @@ from genapi.publication.transaction import (
     Transaction,
     advance,
     begin,
+    conclude,
+    fence,
+    is_proved,
 )
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
@@ -422,6 +425,12 @@ class Drive:
 
     async def _act_commit(self) -> bool:
         await self._ledger.commit(self._version)
+        for worker, progress in self.tx.workers.items():
+            if not is_proved(self.tx, progress):
+                # Whoever is not proved is kept from traffic before the version counts.
+                verdict = conclude(self.tx, progress, self._admin.verdicts)
+                barrier = fence(self.tx, progress, verdict)
+                self._fleet.membership.fence(self._members[worker], barrier)
         self._commit()
         return False
 

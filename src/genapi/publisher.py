@@ -1,7 +1,7 @@
 """`WeightPublisher`: moves a policy onto every worker of a fleet, as one transaction."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,6 +11,7 @@ import anyio
 from genapi.control import fan_out
 from genapi.drive import Drive, Group
 from genapi.errors import (
+    ConfigError,
     FleetError,
     GenAPIError,
     PublishError,
@@ -39,16 +40,18 @@ from genapi.types.policy import (
     parse_label,
     parse_updating_label,
 )
-from genapi.types.worker import Evidence, Outcome, PublishReport, Receipt
+from genapi.types.worker import Evidence, Outcome, PublishReport, Receipt, Recovery
 from genapi.weights.base import WeightSource, WeightTransport
 
 __all__ = ("WeightPublisher",)
 
+Restarter = Callable[[WorkerId, str], Awaitable[None]]
+"""Restarts the server with that identity at that address; returns when that was asked for."""
+
+_RESTART_POLL_S = 0.5
+
 _LATER: Mapping[str, Any] = {
-    "on_partial": "hold",
-    "min_workers": None,
     "max_workers_per_group": None,
-    "restarter": None,
     "at_most": None,
     "latest_only": False,
 }
@@ -77,7 +80,7 @@ class WeightPublisher:
         on_partial: Literal["hold", "serve"] = "hold",
         min_workers: int | None = None,
         max_workers_per_group: int | None = None,
-        restarter: Any = None,
+        restarter: Restarter | None = None,
     ) -> None:
         """Touch nothing yet.
 
@@ -91,21 +94,25 @@ class WeightPublisher:
             prefix_cache: `salt` and `flush` keep old entries out; `stale` lets them be reused.
             verify: how a worker is verified; `label` reads its label back.
             timeouts: bounds of the phases.
-            on_partial: `hold`: unless every worker committed nobody resumes.
-            min_workers: comes with `on_partial="serve"`.
+            on_partial: `hold`: unless every worker committed nobody resumes. `serve`: with at least
+                `min_workers` proved they serve the version, and the others are fenced.
+            min_workers: goes with `on_partial="serve"`, at least 1.
             max_workers_per_group: comes later.
-            restarter: comes later.
+            restarter: `async (worker, url)`: restarts a server that needs it. It is called before a
+                publication for every worker that does not answer or cannot be healed, and once more
+                after one that ended so; then the publication is tried again.
 
         Raises:
             ConfigError: the cache decisions do not fit the mode.
             UnsupportedError: an option that is not supported yet.
         """
-        _only_now(
-            on_partial=on_partial,
-            min_workers=min_workers,
-            max_workers_per_group=max_workers_per_group,
-            restarter=restarter,
-        )
+        _only_now(max_workers_per_group=max_workers_per_group)
+        too_few = min_workers is not None and min_workers < 1
+        if (on_partial == "serve") != (min_workers is not None) or too_few:
+            raise ConfigError(
+                f"on_partial={on_partial!r} with min_workers={min_workers!r}: 'serve' needs "
+                "min_workers of at least 1, and 'hold' takes none"
+            )
         if verify != ("label",):
             message = f"verify={verify!r} is not supported yet; use verify=('label',)"
             raise UnsupportedError(message)
@@ -116,6 +123,8 @@ class WeightPublisher:
         self._group: Group | None = None
         self._attempts: dict[int, int] = {}
         self._ledger = Ledger(fleet.board)
+        self._min_workers = min_workers
+        self._restarter = restarter
         self.last_report: PublishReport | None = None
 
     async def __aenter__(self) -> Self:
@@ -236,23 +245,73 @@ class WeightPublisher:
         )
         async with self._fleet.publishing:
             await self._take_lease()
-            members = await self._members()
-            version = self._version_to_publish(step, members)
-            await self._drop_group_unless(tuple(members))
-            drive = self._drive(version, source, members, plan)
-            self._fleet.membership.publishing = True
-            try:
-                await drive.run()
-            finally:
-                self._fleet.membership.publishing = False
-                self._group = drive.group
-                report = self._settle(drive, members, version)
-            await self._write_end(drive, members, report)
-            if isinstance(drive.cause, SupersededError):
-                raise drive.cause
+            await self._restart_broken()
+            report, cause = await self._try(step, source, plan)
+            broken = any(r.recovery is Recovery.RESTART_THEN_PUBLISH for r in report.receipts)
+            if broken and self._restarter is not None and not isinstance(cause, SupersededError):
+                await self._restart_broken()
+                report, cause = await self._try(step, source, plan)
+            if isinstance(cause, SupersededError):
+                raise cause
             if not report.committed:
-                raise PublishError(str(report), report=report) from drive.cause
+                raise PublishError(str(report), report=report) from cause
             return report
+
+    async def _try(
+        self, step: int | PolicyVersion, source: WeightSource, plan: PausePlan
+    ) -> tuple[PublishReport, BaseException | None]:
+        """One attempt: its report, and what it failed of."""
+        members = await self._members()
+        version = self._version_to_publish(step, members)
+        await self._drop_group_unless(tuple(members))
+        drive = self._drive(version, source, members, plan)
+        self._fleet.membership.publishing = True
+        try:
+            await drive.run()
+        finally:
+            self._fleet.membership.publishing = False
+            self._group = drive.group
+            report = self._settle(drive, members, version)
+        await self._write_end(drive, members, report)
+        return report, drive.cause
+
+    async def _restart_broken(self) -> None:
+        """Have servers restarted that do not answer or cannot be healed, and wait for them.
+
+        Raises:
+            FleetError: a server was not back in time.
+        """
+        if self._restarter is None:
+            return
+        await self._fleet.snapshot()
+        results = await fan_out(
+            {
+                member.url: partial(self._restart, self._restarter, member)
+                for member in self._fleet.membership.members.values()
+                if member.suspect or _needs_restart(member)
+            }
+        )
+        for result in results.values():
+            if isinstance(result, GenAPIError):
+                raise result
+
+    async def _restart(self, restarter: Restarter, member: Member) -> None:
+        fleet, old, limit_s = self._fleet, member.id, self._timeouts.restart_s
+        if old is None:
+            return
+        with anyio.move_on_after(limit_s):
+            await restarter(old, member.url)
+            while True:
+                try:
+                    facts = await fleet.inspect(member.url)
+                except GenAPIError:
+                    await anyio.sleep(_RESTART_POLL_S)
+                    continue
+                if fleet.membership.identify(member.url, facts) != old:
+                    fleet.membership.learn(member.url, facts)
+                    return
+                await anyio.sleep(_RESTART_POLL_S)
+        raise FleetError(f"{old} was not back as another process within restart_s={limit_s:g}")
 
     async def _take_lease(self) -> None:
         """Take the board over, and take in what it says of workers."""
@@ -360,6 +419,7 @@ class WeightPublisher:
             finish_sets_label=self._fleet.provider.admin.finish_sets_label,
             marks=self._fleet.provider.admin.marks,
             acknowledged=self._transport.acknowledges,
+            min_workers=self._min_workers,
         )
         return Drive(
             tx,
@@ -386,9 +446,8 @@ class WeightPublisher:
     ) -> PublishReport:
         tx = drive.tx
         receipts = tuple(self._receipt(drive, worker, member) for worker, member in members.items())
-        committed = tx.committed and all(
-            r.outcome is Outcome.COMMITTED and r.fence is None for r in receipts
-        )
+        serving = sum(r.outcome is Outcome.COMMITTED and r.fence is None for r in receipts)
+        committed = tx.committed and serving >= (self._min_workers or len(receipts))
         report = PublishReport(
             version=version,
             committed=committed,
@@ -472,6 +531,11 @@ class WeightPublisher:
             version_after=version if proved else None,
             error=error,
         )
+
+
+def _needs_restart(member: Member) -> bool:
+    fence = member.fence
+    return fence is not None and fence.recovery is Recovery.RESTART_THEN_PUBLISH
 
 
 def _new_run() -> str:

@@ -66,6 +66,8 @@ class Who(StrEnum):
     """Those that a failure left in the middle of an update, here or in another process."""
     UNLABELLED = "unlabelled"
     """All, when FINISH did not carry the label."""
+    PROVED = "proved"
+    """Those whose label was read back as the attempt's own."""
     RESUMED = "resumed"
     """Those that answered the resume."""
     IN_SESSION = "in_session"
@@ -161,7 +163,7 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
         ),
         Phase.VERIFY: Row(Phase.COMMIT, Phase.HELD, ask=Op.READ, retries=True),
         Phase.COMMIT: Row(Phase.RESUME, Phase.HELD, act=Act.COMMIT),
-        Phase.RESUME: Row(Phase.PROBE, Phase.PROBE, ask=Op.RESUME, retries=True),
+        Phase.RESUME: Row(Phase.PROBE, Phase.PROBE, ask=Op.RESUME, who=Who.PROVED, retries=True),
         # A process that restarted meanwhile answers a resume as well.
         Phase.PROBE: Row(Phase.OPEN, Phase.OPEN, ask=Op.PROBE, who=Who.RESUMED, retries=True),
         Phase.OPEN: Row(Phase.DONE, Phase.DONE),

@@ -32,6 +32,7 @@ __all__ = (
     "begin",
     "conclude",
     "fence",
+    "is_proved",
 )
 
 
@@ -146,6 +147,7 @@ class Transaction:
         finish_sets_label: whether FINISH carries the label.
         marks: whether a write-ahead label is set before BEGIN.
         acknowledged: whether a finished SEND proves that every worker took the bucket.
+        min_workers: how many proved workers may serve without the others; None = all have to be.
         phase: where it stands.
         waiting: calls not answered yet.
         acting: the publisher's own part that is not done yet.
@@ -163,6 +165,7 @@ class Transaction:
     finish_sets_label: bool = True
     marks: bool = True
     acknowledged: bool = False
+    min_workers: int | None = None
     phase: Phase = Phase.PREFLIGHT
     waiting: frozenset[tuple[WorkerId, Op]] = frozenset()
     acting: Act | None = None
@@ -272,9 +275,17 @@ def _fail(tx: Transaction, error: str) -> Step:
 def _leave(tx: Transaction, commands: tuple[Command, ...]) -> Step:
     if tx.phase is Phase.COMMIT and not tx.failed:
         tx = replace(tx, committed=True)
+    if tx.phase in (Phase.VERIFY, Phase.EXAMINE) and tx.failed and _is_enough(tx):
+        return _enter(replace(tx, failed=False), Phase.COMMIT, commands)
     if tx.phase is Phase.TRANSFER and tx.more and not tx.failed:
         return _enter(tx, Phase.TRANSFER, commands)
     return _enter(tx, tx.row.otherwise if tx.failed else tx.row.then, commands)
+
+
+def _is_enough(tx: Transaction) -> bool:
+    """Whether the workers that are proved may serve without the others."""
+    proved = sum(is_proved(tx, progress) for progress in tx.workers.values())
+    return tx.min_workers is not None and proved >= tx.min_workers
 
 
 def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step:
@@ -301,6 +312,12 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
     return tx, commands
 
 
+def is_proved(tx: Transaction, progress: Progress) -> bool:
+    """Whether the worker was read to hold this attempt's label, and has not died since."""
+    read = progress.answers.get(Op.READ)
+    return read is not None and read.facts.get("label") == tx.label and not progress.dead
+
+
 def _begun(progress: Progress) -> bool:
     return Op.BEGIN in progress.asked
 
@@ -319,6 +336,7 @@ _IS_ASKED: Mapping[Who, Callable[[Transaction, Progress], bool]] = MappingProxyT
         Who.MARKABLE: lambda tx, _p: tx.marks,
         Who.UNLABELLED: lambda tx, _p: not tx.finish_sets_label,
         Who.BROKEN: lambda _tx, p: p.broken,
+        Who.PROVED: is_proved,
         Who.RESUMED: lambda _tx, p: p.did(Op.RESUME),
         Who.IN_SESSION: lambda _tx, p: _begun(p) and not p.did(Op.FINISH) and not p.dead,
         Who.BEGUN: lambda _tx, p: _begun(p) and not p.dead,
@@ -339,7 +357,7 @@ def conclude(
         recovery = _recovery_of_untouched(progress, verdicts)
         return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, recovery)
     read = progress.answers.get(Op.READ)
-    if read is not None and read.facts.get("label") == tx.label:
+    if is_proved(tx, progress):
         return _held(progress)
     if progress.failure is not None:
         op, answer = progress.failure

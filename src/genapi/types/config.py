@@ -156,6 +156,7 @@ class PublishTimeouts(Value):
     verify_s: Seconds = 30.0
     resume_s: Seconds = 60.0
     cleanup_s: Seconds = 15.0
+    restart_s: Seconds = 600.0
 
 
 class Target(Value):

@@ -1,0 +1,125 @@
+"""Serving with those that committed, and having servers restarted that cannot be healed."""
+
+import anyio
+import pytest
+
+import genapi
+from genapi import Outcome, WeightPublisher
+from genapi.types.ids import WorkerId
+from genapi.types.worker import FenceStrength, Recovery
+from tests.contract.embedded import QUICK, Rig, greedy, request, rig, weights
+
+pytestmark = pytest.mark.anyio
+
+
+def source(seed: int) -> genapi.weights.WeightSource:
+    return genapi.weights.from_tensors(weights(seed))
+
+
+def publisher(r: Rig, **more: object) -> WeightPublisher:
+    return WeightPublisher(
+        r.fleet,
+        transport=genapi.weights.Memory(),
+        timeouts=QUICK.model_copy(update={"restart_s": 2.0}),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+async def test_with_serve_those_that_are_proved_go_on_and_the_other_is_fenced() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=2)
+        await p.adopt(0)
+        r.fail(1, "/finish_weight_update", "never_answer")
+        report = await p.publish(1, source(1))
+        assert report.committed
+        assert [x.outcome for x in report.receipts] == [
+            Outcome.COMMITTED,
+            Outcome.UNKNOWN,
+            Outcome.COMMITTED,
+        ]
+        evicted = report.receipts[1]
+        assert evicted.fence is not None
+        assert evicted.fence.strength is FenceStrength.PAUSED
+        assert [w.engine.pause_state.name for w in r.cluster.workers][1] != "NONE"
+        for session in "abcdefgh":
+            reply = await r.fleet.generate(request(session=session))
+            assert reply.worker != evicted.worker
+            assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+        again = await p.publish(2, source(0))
+        assert [x.outcome for x in again.receipts] == [Outcome.COMMITTED] * 3
+
+
+async def test_with_too_few_that_are_proved_nobody_goes_on() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=3)
+        await p.adopt(0)
+        r.fail(1, "/finish_weight_update", "never_answer")
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        assert all(receipt.fence is not None for receipt in caught.value.report.receipts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"on_partial": "serve"}, {"min_workers": 1}, {"on_partial": "serve", "min_workers": 0}],
+)
+async def test_serve_and_min_workers_go_together(options: dict[str, object]) -> None:
+    async with rig(1) as r:
+        with pytest.raises(genapi.ConfigError, match="min_workers"):
+            publisher(r, **options)
+
+
+async def test_a_server_that_cannot_be_healed_is_restarted_and_published_to() -> None:
+    restarted: list[str] = []
+    async with rig(2) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            restarted.append(url)
+            r.cluster.workers[int(url.removeprefix("memory://"))].restart()
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        r.fail(1, "/update_weights", "error")
+        report = await p.publish(1, source(1))
+        assert restarted == ["memory://1"]
+        assert report.version.attempt == 2
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+        for session in "abcd":
+            reply = await r.fleet.generate(request(session=session))
+            assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+
+
+async def test_a_server_that_died_before_the_publication_is_restarted_first() -> None:
+    async with rig(2) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            r.cluster.workers[1].restart()
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        report = await p.publish(1, source(1))
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+
+
+async def test_a_server_that_does_not_come_back_is_named_within_the_limit() -> None:
+    async with rig(2) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            return
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        with anyio.fail_after(10), pytest.raises(genapi.FleetError, match="restart_s"):
+            await p.publish(1, source(1))
+
+
+async def test_without_a_restarter_the_receipt_says_who_has_to_be_restarted() -> None:
+    async with rig(2) as r:
+        p = publisher(r)
+        await p.adopt(0)
+        r.fail(1, "/update_weights", "error")
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        assert caught.value.report.receipts[1].recovery is Recovery.RESTART_THEN_PUBLISH
