@@ -256,6 +256,13 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Measure: client CPU per call by HTTP client, and a publication by the number of workers."""
+    for name in ("http_clients", "publication"):
+        run(session, DEV, "python", f"benchmarks/{name}.py")
+
+
+@nox.session(venv_backend="none")
 def changelog(session: nox.Session) -> None:
     """Show the changelog as the fragments would make it; `-- build` writes it for a release."""
     run(session, DEV, "towncrier", *(session.posargs or ["build", "--draft"]))

@@ -40,6 +40,7 @@ from genapi.types.config import (
     Topology,
     parse_target,
 )
+from genapi.types.policy import PolicyVersion
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateEvent, GenerateResponse
 from genapi.types.worker import FleetSnapshot
@@ -393,10 +394,7 @@ class Fleet:
         failures = {url: r for url, r in results.items() if isinstance(r, GenAPIError)}
         for url in failures:
             self._membership.members[url].suspect = True
-        if self.board is not None:
-            state, _ = await self.board.read()
-            if state is not None:
-                self._membership.heed(state)
+        await self._heed_board()
         return failures
 
     async def _take_in(self, url: str) -> Sight | None:
@@ -430,7 +428,18 @@ class Fleet:
                 isinstance(result, TransportError) and result.refused
             ):
                 self._membership.members[url].suspect = True
-        return Reading({u: None if isinstance(r, GenAPIError) else r for u, r in results.items()})
+        sights = {u: None if isinstance(r, GenAPIError) else r for u, r in results.items()}
+        return Reading(sights, feed=await self._heed_board())
+
+    async def _heed_board(self) -> PolicyVersion | None:
+        """Take in what the board says; returns the newest version that it names."""
+        if self.board is None:
+            return None
+        state, _ = await self.board.read()
+        if state is None:
+            return None
+        self._membership.heed(state)
+        return state.target or state.committed
 
     def _is_old(self, url: str | None) -> bool:
         """Whether no read of that worker, or of any (None), began within `refresh_s`."""

@@ -296,10 +296,10 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
     asked = [w for w, p in tx.workers.items() if row.ask and _IS_ASKED[row.who](tx, p)]
     act = row.act if row.act is not Act.JOIN or tx.join else None
     op = row.ask
-    if op is not None:
-        workers = {
-            w: replace(p, asked=(*p.asked, op)) if w in asked else p for w, p in tx.workers.items()
-        }
+    if op is not None and asked:
+        workers = dict(tx.workers)
+        for worker in asked:
+            workers[worker] = replace(workers[worker], asked=(*workers[worker].asked, op))
         tx = replace(tx, workers=workers, waiting=frozenset((w, op) for w in asked))
         commands = (*commands, *(Ask(w, op) for w in asked))
     if phase is Phase.TRANSFER:
