@@ -6,7 +6,6 @@ A server in a process of its own answers every call with the same 512 tokens and
 a request carries 1000 token ids. Clients take turns within one run, each in a fresh process, and
 what counts is the user and system time of the client. Only ratios within one run mean anything.
 """
-# ruff: noqa: INP001 - a script, no package
 
 import argparse
 import asyncio
@@ -74,7 +73,7 @@ async def serve() -> None:
     Server.reply = head.encode() + body
     loop = asyncio.get_running_loop()
     server = await loop.create_server(Server, "127.0.0.1", 0, backlog=4096)
-    print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201 - read by the parent
+    print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
@@ -118,7 +117,7 @@ def child(*arguments: str) -> subprocess.Popen[str]:
 def compare(calls: int, rounds: int, levels: list[int]) -> None:
     """Run all clients in turns and print the table."""
     server = child("--serve")
-    assert server.stdout is not None  # noqa: S101 - it was asked for
+    assert server.stdout is not None
     url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     try:
@@ -160,7 +159,7 @@ def report(
             lines.append(
                 f"| {name} | {level} | {middle:.3f} [{least:.3f}] | {ratio} | {rate:.0f} |"
             )
-    print("\n".join(lines))  # noqa: T201 - the result
+    print("\n".join(lines))
 
 
 def main() -> None:
@@ -177,7 +176,7 @@ def main() -> None:
         asyncio.run(serve())
     elif options.client:
         run = measure(options.client, options.url, options.calls, options.in_flight[0])
-        print(json.dumps(asyncio.run(run)))  # noqa: T201 - read by the parent
+        print(json.dumps(asyncio.run(run)))
     else:
         compare(options.calls, options.rounds, options.in_flight)
 
