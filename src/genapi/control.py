@@ -50,13 +50,29 @@ class Control:
         """Whether the workers are objects in this process."""
         return self._transport.in_process
 
-    async def run(self, url: str, flow: Flow[T], *, operation: str, timeout_s: float) -> T:
-        """The result of `flow` against the worker at `url`; see `run_flow`."""
+    async def run(
+        self,
+        url: str,
+        flow: Flow[T],
+        *,
+        operation: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        """The result of `flow` against the worker at `url`; see `run_flow`.
+
+        Args:
+            url: where the worker is administered.
+            flow: what to run.
+            operation: its name, for messages and events.
+            timeout_s: bound on the whole flow.
+            headers: instead of those of the administration plane.
+        """
         return await run_flow(
             flow,
             self._transport,
             url,
-            headers=self._headers(url),
+            headers=self._headers(url) if headers is None else headers,
             timeout_s=timeout_s,
             observe=self.observe,
             operation=operation,

@@ -8,27 +8,33 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from genapi.errors import (
+    ConfigError,
     FleetError,
     GenAPIError,
+    ProviderError,
     ReplyError,
     SupersededError,
     TransportError,
+    UnsupportedError,
 )
 from genapi.events import Observe, PhaseEnded, PhaseStarted, SenderProgress
 from genapi.fleet import Fleet
 from genapi.ledger import Ledger
 from genapi.membership import Member
-from genapi.providers.base import Admin
+from genapi.probe import Probe
+from genapi.providers.base import Admin, WorkerFacts
+from genapi.publication.digest import group_digest, plan_digest
 from genapi.publication.evidence import Answer, Observed, Op
+from genapi.publication.manifest import describe, explain
 from genapi.publication.plan import PausePlan
 from genapi.publication.ranks import RankPlan
-from genapi.publication.table import Act
+from genapi.publication.table import READS, Act, Phase
 from genapi.publication.transaction import (
     Abandon,
     ActDone,
@@ -51,7 +57,14 @@ from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
 from genapi.types.policy import PolicyVersion, parse_label
 from genapi.types.worker import Fence, PhaseTime, Recovery
-from genapi.weights.base import Bucket, Delivery, Sender, WeightSource, WeightTransport
+from genapi.weights.base import (
+    Bucket,
+    Delivery,
+    Sender,
+    TensorMeta,
+    WeightSource,
+    WeightTransport,
+)
 from genapi.weights.staging import Stage, plan_buckets
 from genapi.wire.flow import Flow
 
@@ -60,8 +73,6 @@ __all__ = ("Drive", "Group", "Times")
 T = TypeVar("T")
 
 _RETRY_WAITS_S = (0.1, 0.4, 1.5)
-_DANGEROUS = (Op.HEAL, Op.BEGIN, Op.FINISH, Op.RESUME, Op.CLOSE)
-"""Before these the board is read again: whoever was superseded asks nothing more."""
 _UNANSWERED = (Observed.LOST, Observed.NOT_SENT)
 
 
@@ -131,6 +142,8 @@ class Drive:
         timeouts: PublishTimeouts,
         group: Group | None,
         ledger: Ledger,
+        probe: Probe,
+        known: tuple[TensorMeta, ...] | None,
         commit: Callable[[], None],
     ) -> None:
         self.tx = tx
@@ -146,6 +159,12 @@ class Drive:
         self._plan = plan
         self._timeouts = timeouts
         self._ledger = ledger
+        self._probe = probe
+        self._known = known
+        self._levels = tx.checks.levels
+        # Requests that a paused engine queued would go on with the resume: with a probe they wait
+        # here from the pause on.
+        self._closes = Phase.PAUSE if "probe" in self._levels else Phase.RESUME
         self._commit = commit
         self._observe: Observe = fleet.observe
         self._stage = Stage(
@@ -161,10 +180,17 @@ class Drive:
         self._bucket: _Slot[Bucket] = _Slot()
         self._deliveries: dict[WorkerId, Delivery] = {}
         self._buckets_left = 0
+        self._ends: tuple[int, ...] = ()
+        self._digests: dict[str, str] = {}
         self._events, self._inbox = anyio.create_memory_object_stream[Event](math.inf)
         self._scopes: set[anyio.CancelScope] = set()
         self._cancelled = False
         self._phase_since = 0.0
+
+    @property
+    def manifest(self) -> tuple[TensorMeta, ...]:
+        """What the source holds; empty until it was read."""
+        return self._stage.manifest
 
     async def run(self) -> None:
         """Run to the end.
@@ -204,12 +230,7 @@ class Drive:
     def _take(self, tx: Transaction, commands: tuple[Command, ...], tasks: TaskGroup) -> None:
         before, self.tx = self.tx, tx
         if tx.phase is not before.phase:
-            now = anyio.current_time()
-            seconds, self._phase_since = now - self._phase_since, now
-            self.times.phases.append(PhaseTime(phase=before.phase, seconds=seconds))
-            self._observe(PhaseEnded(version=self._version, phase=before.phase, seconds=seconds))
-            if not tx.ended:
-                self._observe(PhaseStarted(version=self._version, phase=tx.phase))
+            self._entered(tx, before.phase)
         if Acted(Act.SEND) in commands:
             self._bucket = _Slot()
         for command in commands:
@@ -223,6 +244,16 @@ class Drive:
                 case Cut():
                     for scope in self._scopes:
                         scope.cancel()
+
+    def _entered(self, tx: Transaction, before: Phase) -> None:
+        now = anyio.current_time()
+        seconds, self._phase_since = now - self._phase_since, now
+        self.times.phases.append(PhaseTime(phase=before, seconds=seconds))
+        if tx.phase is self._closes:
+            self._fleet.membership.close()
+        self._observe(PhaseEnded(version=self._version, phase=before, seconds=seconds))
+        if not tx.ended:
+            self._observe(PhaseStarted(version=self._version, phase=tx.phase))
 
     @contextmanager
     def _bounded(self, limit_s: float) -> Iterator[anyio.CancelScope]:
@@ -261,7 +292,7 @@ class Drive:
 
     async def _answer(self, worker: WorkerId, op: Op) -> Answer:
         try:
-            if op in _DANGEROUS:
+            if op not in READS:
                 await self._ledger.check()
             return await self._call(worker, op)
         except TransportError as error:
@@ -289,17 +320,19 @@ class Drive:
             case Op.JOIN:
                 sender = await self._sender.get()
                 offset = self._ranks.offsets[worker]
-                flow = self._admin.join(sender.init_info, rank_offset=offset)
+                info = {**sender.init_info, **self._digest(sender, of="group")}
+                flow = self._admin.join(info, rank_offset=offset)
                 return await self._flow(worker, op, flow)
             case Op.UPDATE:
                 return await self._update(worker)
-            case Op.MARK | Op.UNMARK:
-                found = str(self.tx.workers[worker].found.get("label"))
-                label = self._version.updating_label if op is Op.MARK else found
-                answer = await self._flow(worker, op, self._admin.label(label))
-                return replace(answer, facts={"label": label}) if answer.done else answer
+            case Op.MARK | Op.UNMARK | Op.LABEL:
+                return await self._label(worker, op)
+            case Op.READ:
+                return await self._read(worker)
             case Op.PROBE:
-                return await self._probe(worker)
+                return await self._probed(worker)
+            case Op.SHUT:
+                return await self._shut(worker)
             case _:
                 return await self._flow(worker, op, self._plain(op))
 
@@ -311,8 +344,6 @@ class Drive:
             Op.HEAL: admin.heal,
             Op.BEGIN: admin.begin,
             Op.FINISH: lambda: admin.finish(label if admin.finish_sets_label else None),
-            Op.LABEL: lambda: admin.label(label),
-            Op.READ: admin.read,
             Op.RESUME: lambda: admin.resume(self._plan),
             Op.CLOSE: admin.close,
         }
@@ -349,11 +380,53 @@ class Drive:
             # This process paused it itself, and a paused server cannot be told from a sleeping one.
             facts = replace(facts, asleep=False)
         self._admin.check(self._plan, facts, backend=self._transport.backend)
+        await self._check_levels(worker, facts)
         membership.learn(url, facts)
         return Answer(Observed.DONE, facts={"label": facts.label, "paused": facts.paused})
 
-    async def _probe(self, worker: WorkerId) -> Answer:
-        """Read once more who answers, under which label."""
+    async def _check_levels(self, worker: WorkerId, facts: WorkerFacts) -> None:
+        """Raise unless the worker can be verified as was asked, before anything is touched."""
+        if "probe" in self._levels:
+            url, limit_s = self._members[worker].url, self._timeouts.probe_s
+            await self._probe.check(self._fleet, worker, url, facts, timeout_s=limit_s)
+        if "checksum" in self._levels:
+            answer = await self._flow(worker, Op.INSPECT, self._admin.has_checksum())
+            if not answer.done:
+                raise UnsupportedError(answer.detail)
+
+    async def _label(self, worker: WorkerId, op: Op) -> Answer:
+        found = str(self.tx.workers[worker].found.get("label"))
+        label = {Op.MARK: self._version.updating_label, Op.UNMARK: found}.get(op, self.tx.label)
+        if op is not Op.MARK:
+            # A label of a version would be believed of whatever process has it.
+            url = self._members[worker].url
+            facts = await self._fleet.inspect(url, timeout_s=self._limit_s(op))
+            there = self._fleet.membership.identify(url, facts)
+            if there != worker:
+                return Answer(Observed.REFUSED, f"{there} answers in place of {worker}")
+        answer = await self._flow(worker, op, self._admin.label(label))
+        return replace(answer, facts={"label": label}) if answer.done else answer
+
+    async def _read(self, worker: WorkerId) -> Answer:
+        """Read the label back and, where it is this attempt's, what the worker holds."""
+        read = await self._flow(worker, Op.READ, self._admin.read())
+        own = read.done and read.facts.get("label") == self.tx.label
+        if not own or "checksum" not in self._levels:
+            return read
+        sums = await self._flow(worker, Op.READ, self._admin.checksum())
+        return replace(sums, facts={**read.facts, **sums.facts})
+
+    async def _shut(self, worker: WorkerId) -> Answer:
+        """Pause it again, ending what it generates, and let its label say so to everybody."""
+        paused = await self._flow(worker, Op.SHUT, self._admin.pause(PausePlan(mode="abort")))
+        if not paused.done or not self._admin.marks:
+            return paused
+        label = self._version.updating_label
+        answer = await self._flow(worker, Op.SHUT, self._admin.label(label))
+        return replace(answer, facts={"label": label}) if answer.done else answer
+
+    async def _probed(self, worker: WorkerId) -> Answer:
+        """Read once more who answers, under which label, and how it scores the probe's ids."""
         url = self._members[worker].url
         facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.PROBE))
         found = self._fleet.membership.identify(url, facts)
@@ -361,7 +434,14 @@ class Drive:
         if found != worker or facts.label != self.tx.label:
             detail = f"{found} answers in place of {worker} and holds {facts.label!r}"
             return Answer(Observed.REFUSED, detail)
-        return Answer(Observed.DONE, facts={"label": facts.label, "paused": facts.paused})
+        seen = {"label": facts.label, "paused": facts.paused}
+        if "probe" not in self._levels:
+            return Answer(Observed.DONE, facts=seen)
+        try:
+            scores = await self._probe.score(self._fleet, url, timeout_s=self._timeouts.probe_s)
+        except GenAPIError as error:
+            return Answer(_why_no_score(error), str(error), seen)
+        return Answer(Observed.DONE, facts={**seen, "scores": scores})
 
     async def _update(self, worker: WorkerId) -> Answer:
         sender, bucket = await self._sender.get(), await self._bucket.get()
@@ -371,8 +451,19 @@ class Drive:
         sent[worker] = sent.get(worker, 0) + bucket.nbytes
         if wire.attachment is not None:
             self._deliveries[worker] = wire.attachment
-        flow = self._admin.update(wire.update_info, attachment=wire.attachment)
+        info = {**wire.update_info, **self._digest(sender, of="plan")}
+        flow = self._admin.update(info, attachment=wire.attachment)
         return await self._flow(worker, Op.UPDATE, flow)
+
+    def _digest(self, sender: Sender, *, of: Literal["group", "plan"]) -> dict[str, str]:
+        """What the backend is told to agree on, where it is one that compares."""
+        if not self._transport.digests:
+            return {}
+        if not self._digests:
+            group = group_digest(self._transport.backend, sender.init_info, self._ranks.offsets)
+            plan = plan_digest(group, self._stage.manifest, self._ends)
+            self._digests = {"group": group, "plan": plan}
+        return {"digest": self._digests[of]}
 
     async def _act(self, act: Act) -> None:
         limit_s = self._act_limit_s(act)
@@ -392,15 +483,26 @@ class Drive:
     async def _act_stage(self) -> bool:
         await self._stage.prepare()
         in_process = self._fleet.control.in_process
+        self._check_manifest()
         self._transport.check(self._stage.manifest, in_process=in_process)
-        self._buckets_left = len(
-            plan_buckets(
-                [meta.nbytes for meta in self._stage.manifest],
-                bucket_bytes=self._transport.bucket_bytes,
-                bucket_tensors=self._transport.bucket_tensors,
-            )
+        buckets = plan_buckets(
+            [meta.nbytes for meta in self._stage.manifest],
+            bucket_bytes=self._transport.bucket_bytes,
+            bucket_tensors=self._transport.bucket_tensors,
         )
+        self._buckets_left = len(buckets)
+        self._ends = tuple(bucket.stop for bucket in buckets)
         return False
+
+    def _check_manifest(self) -> None:
+        """Raise unless the tensors are those of the last publication, as far as one is known."""
+        differences = () if self._known is None else explain(self._known, self._stage.manifest)
+        if differences:
+            raise ConfigError(
+                "the manifest is not that of the last publication, so nothing was sent: "
+                f"{describe(differences)}. Pass manifest_changed=True to publish(...) if that is "
+                "meant"
+            )
 
     async def _act_join(self) -> bool:
         sender = await self._transport.sender(
@@ -424,12 +526,15 @@ class Drive:
         return False
 
     async def _act_commit(self) -> bool:
-        await self._ledger.commit(self._version)
+        barriers: dict[WorkerId, Fence | None] = dict.fromkeys(self.tx.workers)
         for worker, progress in self.tx.workers.items():
             if not is_proved(self.tx, progress):
-                # Whoever is not proved is kept from traffic before the version counts.
                 verdict = conclude(self.tx, progress, self._admin.verdicts)
-                barrier = fence(self.tx, progress, verdict)
+                barriers[worker] = fence(self.tx, progress, verdict)
+        await self._ledger.commit(self._version, barriers.items())
+        for worker, barrier in barriers.items():
+            if barrier is not None:
+                # Whoever is not proved is kept from traffic before the version counts.
                 self._fleet.membership.fence(self._members[worker], barrier)
         self._commit()
         return False
@@ -467,8 +572,10 @@ class Drive:
 
     def _limit_s(self, op: Op) -> float:
         limits = self._timeouts
+        checksum_s = limits.checksum_s if "checksum" in self._levels else 0.0
+        probe_s = limits.probe_s if "probe" in self._levels else 0.0
         return {
-            Op.INSPECT: limits.preflight_s,
+            Op.INSPECT: limits.preflight_s + probe_s,
             Op.JOIN: limits.group_s,
             Op.PAUSE: limits.pause_s,
             Op.CONFIRM: limits.confirm_s,
@@ -479,10 +586,11 @@ class Drive:
             Op.UPDATE: limits.transfer_s,
             Op.FINISH: limits.finish_s,
             Op.LABEL: limits.label_s,
-            Op.READ: limits.verify_s,
+            Op.READ: limits.verify_s + checksum_s,
             Op.RESUME: limits.resume_s,
             Op.CLOSE: limits.cleanup_s,
-            Op.PROBE: limits.verify_s,
+            Op.PROBE: limits.verify_s + probe_s,
+            Op.SHUT: limits.pause_s + limits.label_s,
         }[op]
 
     def _act_limit_s(self, act: Act) -> float:
@@ -494,3 +602,9 @@ class Drive:
             Act.INTEND: limits.label_s,
             Act.COMMIT: limits.label_s,
         }[act]
+
+
+def _why_no_score(error: GenAPIError) -> Observed:
+    if isinstance(error, ProviderError) and error.code == "engine_dead":
+        return Observed.DEAD
+    return Observed.LOST if isinstance(error, TransportError) else Observed.REFUSED

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from genapi.errors import (
 from genapi.events import Observe, guarded, ignore
 from genapi.membership import Membership
 from genapi.providers import registry
-from genapi.providers.base import Provider, WorkerFacts
+from genapi.providers.base import DecodeContext, Provider, WorkerFacts
 from genapi.publication.intervals import Reading, Rounds, Sight
 from genapi.routing import Routing
 from genapi.transports.base import Plane, Transport
@@ -45,6 +46,8 @@ from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateEvent, GenerateResponse
 from genapi.types.worker import FleetSnapshot
 from genapi.versions import Versions
+from genapi.wire.flow import Flow, call
+from genapi.wire.http import HTTPCall
 
 __all__ = ("Fleet", "connect")
 
@@ -149,6 +152,7 @@ class Fleet:
         self._stack: AsyncExitStack | None = None
         self._client: Client | None = None
         self._control: Control | None = None
+        self._credentials: Credentials | None = None
         self._membership = Membership.of(
             target.provider, target.workers, run=config.run, observe=observe
         )
@@ -192,7 +196,7 @@ class Fleet:
             raise FleetError(message)
         async with AsyncExitStack() as stack:
             requests, administration = await self._transports(stack)
-            credentials = Credentials.of(self.config)
+            credentials = self._credentials = Credentials.of(self.config)
             self._control = Control(
                 administration, headers=credentials.admin_headers, observe=self.observe
             )
@@ -230,7 +234,7 @@ class Fleet:
 
     async def aclose(self) -> None:
         """Close every connection. Calls in flight end with `TransportError`."""
-        self._client = self._control = None
+        self._client = self._control = self._credentials = None
         revivals, self._revivals = self._revivals, {}
         for revival in revivals.values():
             revival.cancel()
@@ -313,7 +317,7 @@ class Fleet:
             raise ConfigError(f"timeout_s={timeout_s!r}: pass seconds, more than 0")
         members = self._membership.members
         failures: dict[str, GenAPIError] = {}
-        missing = f"no answer yet from {', '.join(members)}"
+        missing = ""
         wait = _POLL_S[0]
         with anyio.move_on_after(timeout_s):
             while True:
@@ -331,7 +335,9 @@ class Fleet:
                         return self._membership.snapshot()
                 await anyio.sleep(wait)
                 wait = min(wait * 2, _POLL_S[1])
-        seen = "; ".join(f"{url}: {error}" for url, error in failures.items()) or missing
+        silent = [url for url, member in members.items() if member.facts is None]
+        failed = "; ".join(f"{url}: {error}" for url, error in failures.items())
+        seen = failed or missing or f"no answer yet from {', '.join(silent or members)}"
         message = f"the fleet was not ready within timeout_s={timeout_s}: {seen}"
         raise FleetError(message)
 
@@ -386,6 +392,36 @@ class Fleet:
             self.provider.inspect(),
             operation="inspect",
             timeout_s=timeout_s or self.config.admin_timeout_s,
+        )
+
+    async def ask(
+        self, url: str, request: GenerateRequest, *, operation: str, timeout_s: float
+    ) -> GenerateResponse:
+        """What the worker at `url` itself makes of a request, fenced or not, sent once.
+
+        For genapi's own publisher. Nothing of a publication enters the request's cache salt.
+        """
+        if self._credentials is None:
+            raise FleetError(_CLOSED)
+        member, wire_id = self._membership.members[url], f"genapi-{operation}-{uuid.uuid4().hex}"
+        models = member.facts.capabilities.models if member.facts is not None else ()
+        model = self.config.model or (models[0] if len(models) == 1 else None)
+        context = DecodeContext(
+            request=request, request_id=wire_id, wire_id=wire_id, worker=member.id
+        )
+        return await self.control.run(
+            url,
+            _exchange(
+                self.provider,
+                self.provider.encode(
+                    request, wire_id=wire_id, model=model, salt=None, stream=False
+                ),
+                context,
+            ),
+            operation=operation,
+            timeout_s=timeout_s,
+            # A worker that no request of the user's goes to is known to administration alone.
+            headers=self._credentials.data_headers(url) or self._credentials.admin_headers(url),
         )
 
     async def _read(self, urls: list[str]) -> dict[str, GenAPIError]:
@@ -462,7 +498,10 @@ class Fleet:
             self._membership.settle()
 
     async def _revive(self) -> None:
-        """Read suspects again, at most every `refresh_s`; waits only when nobody can serve."""
+        """Read suspects again, and who is fenced by hearsay, at most every `refresh_s`.
+
+        It waits only when nobody can serve.
+        """
         stranded = not self._membership.usable()
         now = asyncio.get_running_loop().time()
         if not stranded and now - self._revived_at < self.config.refresh_s:
@@ -471,7 +510,9 @@ class Fleet:
         readings = []
         for member in self._membership.members.values():
             reading = self._revivals.get(member.url)
-            if member.suspect and (reading is None or reading.done()):
+            is_told = member.fence is not None and member.fence == member.told
+            due = member.suspect or (is_told and self._is_old(member.url))
+            if due and (reading is None or reading.done()):
                 # Owned by the fleet, which may be opened and closed in different tasks.
                 reading = asyncio.create_task(self._read([member.url]))  # noqa: TID251
                 self._revivals[member.url] = reading
@@ -480,6 +521,13 @@ class Fleet:
         if stranded and readings:
             # The first who answers is enough; a request's own limit bounds the wait.
             await asyncio.wait(readings, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _exchange(
+    provider: Provider, asked: HTTPCall, context: DecodeContext
+) -> Flow[GenerateResponse]:
+    reply = yield from call(asked)
+    return provider.decode(reply, context)
 
 
 class _Look:

@@ -64,10 +64,15 @@ class Ledger:
         if self._lease is not None:
             await self._lease.write(phase="publishing", target=target, workers=_rows(workers))
 
-    async def commit(self, version: PolicyVersion) -> None:
-        """Write that every worker was proved to hold the version. Raises `SupersededError`."""
+    async def commit(
+        self, version: PolicyVersion, workers: Iterable[tuple[WorkerId, Fence | None]]
+    ) -> None:
+        """Write that every worker without a fence was proved to hold the version.
+
+        Raises `SupersededError`.
+        """
         if self._lease is not None:
-            await self._lease.write(phase="idle", committed=version)
+            await self._lease.write(phase="idle", committed=version, workers=_rows(workers))
 
     async def end(
         self, workers: Iterable[tuple[WorkerId, Fence | None]], *, target: PolicyVersion | None

@@ -29,6 +29,7 @@ class Member:
         id: which life; None = never read.
         facts: what the last inspection showed.
         fence: why it gets no traffic.
+        told: the fence that a board or a read tells of, which they can lift; None = none.
         suspect: it refused a connection or died: read it again before using it.
         in_flight: requests of this process that it has now.
         notes: how many labels were noted.
@@ -39,6 +40,7 @@ class Member:
     id: WorkerId | None = None
     facts: WorkerFacts | None = None
     fence: Fence | None = None
+    told: Fence | None = None
     suspect: bool = False
     in_flight: int = 0
     notes: int = 0
@@ -112,6 +114,7 @@ class Membership:
             about the context of their tokens.
         salted: whether requests carry the committed version in their cache salt.
         publishing: whether this process is publishing now.
+        closed: whether new requests wait until its publication has ended.
         on_change: told when anything was learnt that may let a request go that waits for it.
     """
 
@@ -122,9 +125,11 @@ class Membership:
     rules: dict[PolicyVersion, ContextRule] = field(default_factory=dict)
     salted: bool = False
     publishing: bool = False
+    closed: bool = False
     observe: Observe = ignore
     on_change: Callable[[], None] = lambda: None
     _lives: dict[str, int] = field(default_factory=dict)
+    _barred: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for member in self.members.values():
@@ -184,6 +189,9 @@ class Membership:
                         recovery=Recovery.REPUBLISH,
                     ),
                 )
+                member.told = member.fence
+        else:
+            self._lift(member)
         if member.sight != before:
             self._changed()
         return identity
@@ -194,16 +202,44 @@ class Membership:
     def heed(self, board: BoardState) -> None:
         """Take in what a board says: run, committed version, and fences of these workers."""
         self.run = self.run or board.run
+        listed = {worker.id for worker in board.workers} if board.phase == "idle" else ()
         for member in self.members.values():
             fence = board.fence_of(str(member.id)) if member.id is not None else None
             if fence is not None and member.fence is None:
+                member.told = fence
                 self.fence(member, fence)
+            elif fence is None and member.told is not None and str(member.id) in listed:
+                # Whoever wrote the fence has verified the worker since.
+                if member.fence == member.told:
+                    self.fence(member, None)
+                member.told = None
+        self._barred = frozenset(worker.id for worker in board.workers if worker.fence is not None)
         told = board.committed
         if told is None or told.run != self.run or self.publishing:
             return
         if self.committed is None or told > self.committed:
             self.committed, self.salted = told, True
+            for member in self.members.values():
+                # What was concluded here is of an earlier publication than the one that committed.
+                member.told = member.fence
             self._changed()
+        for member in self.members.values():
+            self._lift(member)
+
+    def _lift(self, member: Member) -> None:
+        """Lift a fence that was told of, of a worker that others have published to since."""
+        if member.fence is None or member.fence != member.told or self.publishing:
+            return
+        held = member.version(self.run)
+        serves = held is not None and not member.suspect and not member.is_paused
+        if serves and str(member.id) not in self._barred and not self._is_behind(held):
+            self.fence(member, None)
+            member.told = None
+
+    def _is_behind(self, held: PolicyVersion | None) -> bool:
+        if held is None or self.committed is None:
+            return held is None
+        return held.run != self.committed.run or held < self.committed
 
     def fence(self, member: Member, fence: Fence | None) -> None:
         """Set or lift a fence; lifting is for a publication that verified the worker."""
@@ -212,10 +248,20 @@ class Membership:
             self.observe(WorkerFenced(worker=member.id, reason=fence.reason))
         self._changed()
 
+    def close(self) -> None:
+        """From now on new requests wait: what is being published is not verified yet."""
+        self.closed = True
+
+    def open(self) -> None:
+        """The publication has ended: requests go to whoever has no fence."""
+        self.closed = False
+        self._changed()
+
     def usable(self) -> list[Member]:
         """Those that may get traffic now.
 
-        During a publication of this very fleet requests go on to the workers, which queue them.
+        During a publication of this very fleet requests go on to the workers, which queue them,
+        unless it is `closed`.
         """
         return [
             m

@@ -1,7 +1,7 @@
 """`WeightPublisher`: moves a policy onto every worker of a fleet, as one transaction."""
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,6 +21,7 @@ from genapi.errors import (
 from genapi.fleet import Fleet
 from genapi.ledger import Ledger
 from genapi.membership import Member
+from genapi.probe import PROBE_IDS, Probe
 from genapi.publication.context import ContextRule, context_rule
 from genapi.publication.evidence import Op
 from genapi.publication.numbering import (
@@ -32,16 +33,24 @@ from genapi.publication.numbering import (
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
 from genapi.publication.ranks import Ranked, check_ranks, plan_ranks
 from genapi.publication.transaction import Progress, Transaction, conclude, fence
+from genapi.publication.verification import Checks, found_of, levels_of
 from genapi.types.config import PublishTimeouts
-from genapi.types.ids import WorkerId
+from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import (
     PolicyVersion,
     is_updating_label,
     parse_label,
     parse_updating_label,
 )
-from genapi.types.worker import Evidence, Outcome, PublishReport, Receipt, Recovery
-from genapi.weights.base import WeightSource, WeightTransport
+from genapi.types.worker import (
+    Evidence,
+    Outcome,
+    PublishReport,
+    Receipt,
+    Recovery,
+    VerifyLevel,
+)
+from genapi.weights.base import TensorMeta, WeightSource, WeightTransport, check_source
 
 __all__ = ("WeightPublisher",)
 
@@ -75,7 +84,10 @@ class WeightPublisher:
         mode: PauseMode = "keep",
         in_flight_kv: InFlightKV = "recompute",
         prefix_cache: PrefixCache = "salt",
-        verify: tuple[str, ...] = ("label",),
+        verify: Sequence[VerifyLevel] = ("label",),
+        probe_ids: Sequence[int] | None = None,
+        probe_tolerance: float = 1e-3,
+        probe_max_gap: float = 0.1,
         timeouts: PublishTimeouts | None = None,
         on_partial: Literal["hold", "serve"] = "hold",
         min_workers: int | None = None,
@@ -92,7 +104,13 @@ class WeightPublisher:
             in_flight_kv: under `keep`, whether frozen requests recompute their keys and values
                 on the new weights (`recompute`) or go on with the old ones (`stale`).
             prefix_cache: `salt` and `flush` keep old entries out; `stale` lets them be reused.
-            verify: how a worker is verified; `label` reads its label back.
+            verify: how a worker is verified. `label`, always: its label is read back.
+                `checksum`: its bytes are compared with those of the others, while paused.
+                `probe`: once resumed and before requests go to it, its scores of a few ids are
+                compared with those of the others and the trainer.
+            probe_ids: the ids that are scored; None = twelve that every model has.
+            probe_tolerance: most nats between the scores of two workers.
+            probe_max_gap: most nats between a score of a worker and the trainer's own.
             timeouts: bounds of the phases.
             on_partial: `hold`: unless every worker committed nobody resumes. `serve`: with at least
                 `min_workers` proved they serve the version, and the others are fenced.
@@ -103,7 +121,8 @@ class WeightPublisher:
                 after one that ended so; then the publication is tried again.
 
         Raises:
-            ConfigError: the cache decisions do not fit the mode.
+            ConfigError: the cache decisions do not fit the mode, an unknown level, or probe ids
+                that cannot be scored.
             UnsupportedError: an option that is not supported yet.
         """
         _only_now(max_workers_per_group=max_workers_per_group)
@@ -113,15 +132,16 @@ class WeightPublisher:
                 f"on_partial={on_partial!r} with min_workers={min_workers!r}: 'serve' needs "
                 "min_workers of at least 1, and 'hold' takes none"
             )
-        if verify != ("label",):
-            message = f"verify={verify!r} is not supported yet; use verify=('label',)"
-            raise UnsupportedError(message)
+        self._levels = levels_of(verify)
+        ids = PROBE_IDS if probe_ids is None else TokenIds(probe_ids)
+        self._probe = Probe(ids, tolerance=probe_tolerance, max_gap=probe_max_gap)
         self._fleet = fleet
         self._transport = transport
         self._plan = PausePlan(mode, in_flight_kv, prefix_cache)
         self._timeouts = timeouts or PublishTimeouts()
         self._group: Group | None = None
         self._attempts: dict[int, int] = {}
+        self._manifest: tuple[TensorMeta, ...] | None = None
         self._ledger = Ledger(fleet.board)
         self._min_workers = min_workers
         self._restarter = restarter
@@ -137,6 +157,11 @@ class WeightPublisher:
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    @property
+    def probe_ids(self) -> TokenIds:
+        """The ids that the probe scores: a trainer scores the same ones for `probe_logprobs`."""
+        return self._probe.ids
 
     async def aclose(self) -> None:
         """Leave the transfer group on both sides. Bounded; workers keep what they hold."""
@@ -203,11 +228,11 @@ class WeightPublisher:
             if not committed:
                 raise PublishError(str(report), report=report)
             self._attempts[version.step] = version.attempt
-            await self._ledger.commit(version)
+            await self._ledger.commit(version, [(worker, None) for worker in members])
             self._fleet.membership.commit(version, rule=rule, salted=self._salted)
             return report
 
-    async def publish(
+    async def publish(  # noqa: PLR0913 - what may differ from one publication to the next
         self,
         step: int | PolicyVersion,
         source: WeightSource,
@@ -215,6 +240,8 @@ class WeightPublisher:
         mode: PauseMode | None = None,
         in_flight_kv: InFlightKV | None = None,
         prefix_cache: PrefixCache | None = None,
+        probe_logprobs: Any = None,
+        manifest_changed: bool = False,
         at_most: int | None = None,
         latest_only: bool = False,
     ) -> PublishReport:
@@ -229,49 +256,70 @@ class WeightPublisher:
             mode: as in the constructor, for this publication.
             in_flight_kv: likewise.
             prefix_cache: likewise.
+            probe_logprobs: the trainer's own log-probability of each of `probe_ids` given those
+                before it, under these very weights; the first is not looked at. Goes with
+                `verify=("probe",)`: what the engines hold is then held against the trainer's
+                model, not only against each other. The largest difference is `report.probe_gap`.
+            manifest_changed: whether the tensors may be others than those of the publisher's last
+                publication. Otherwise names, dtypes and shapes are held against them before
+                anybody is paused, and the error explains every difference.
             at_most: comes later.
             latest_only: comes later.
 
         Raises:
-            ConfigError: the step is not newer, or the cache decisions do not fit the mode.
+            ConfigError: the step is not newer, the cache decisions do not fit the mode, or
+                `probe_logprobs` does not fit the probe.
             FleetError: a worker was never reached.
             PublishError: not every worker committed; `.report` has a receipt for each.
         """
         _only_now(at_most=at_most, latest_only=latest_only)
+        check_source(source)
         plan = PausePlan(
             mode or self._plan.mode,
             in_flight_kv or self._plan.in_flight_kv,
             prefix_cache or self._plan.prefix_cache,
         )
+        checks = self._checks(probe_logprobs)
         async with self._fleet.publishing:
             await self._take_lease()
             await self._restart_broken()
-            report, cause = await self._try(step, source, plan)
+            if manifest_changed:
+                self._manifest = None
+            report, cause = await self._try(step, source, plan, checks)
             broken = any(r.recovery is Recovery.RESTART_THEN_PUBLISH for r in report.receipts)
             if broken and self._restarter is not None and not isinstance(cause, SupersededError):
                 await self._restart_broken()
-                report, cause = await self._try(step, source, plan)
+                report, cause = await self._try(step, source, plan, checks)
             if isinstance(cause, SupersededError):
                 raise cause
             if not report.committed:
                 raise PublishError(str(report), report=report) from cause
             return report
 
+    def _checks(self, probe_logprobs: Any) -> Checks:
+        if probe_logprobs is not None and "probe" not in self._levels:
+            raise ConfigError("probe_logprobs goes with verify=('probe',)")
+        trainer = None if probe_logprobs is None else self._probe.trainer_scores(probe_logprobs)
+        return Checks(self._levels, self._probe.tolerance, trainer, self._probe.max_gap)
+
     async def _try(
-        self, step: int | PolicyVersion, source: WeightSource, plan: PausePlan
+        self, step: int | PolicyVersion, source: WeightSource, plan: PausePlan, checks: Checks
     ) -> tuple[PublishReport, BaseException | None]:
         """One attempt: its report, and what it failed of."""
         members = await self._members()
         version = self._version_to_publish(step, members)
         await self._drop_group_unless(tuple(members))
-        drive = self._drive(version, source, members, plan)
+        drive = self._drive(version, source, members, plan, checks)
         self._fleet.membership.publishing = True
         try:
             await drive.run()
         finally:
             self._fleet.membership.publishing = False
+            self._fleet.membership.open()
             self._group = drive.group
             report = self._settle(drive, members, version)
+        if report.committed:
+            self._manifest = drive.manifest
         await self._write_end(drive, members, report)
         return report, drive.cause
 
@@ -296,9 +344,10 @@ class WeightPublisher:
                 raise result
 
     async def _restart(self, restarter: Restarter, member: Member) -> None:
-        fleet, old, limit_s = self._fleet, member.id, self._timeouts.restart_s
-        if old is None:
-            return
+        fleet, limit_s = self._fleet, self._timeouts.restart_s
+        # One that this process never reached has no name yet but its address.
+        provider = fleet.membership.provider
+        old = member.id or WorkerId(provider=provider, component=member.url, instance="")
         with anyio.move_on_after(limit_s):
             await restarter(old, member.url)
             while True:
@@ -322,11 +371,13 @@ class WeightPublisher:
     async def _write_end(
         self, drive: Drive, members: Mapping[WorkerId, Member], report: PublishReport
     ) -> None:
-        """Write onto the board how a publication ended that did not commit."""
-        if drive.tx.committed or isinstance(drive.cause, SupersededError):
-            return
-        begun = any(Op.BEGIN in p.asked for p in drive.tx.workers.values())
+        """Write onto the board how a publication ended that did not commit, or moved a fence."""
         fences = [(worker, member.fence) for worker, member in members.items()]
+        workers = drive.tx.workers.values()
+        fenced = any(fence for _, fence in fences) or any(p.fence for p in workers)
+        if (drive.tx.committed and not fenced) or isinstance(drive.cause, SupersededError):
+            return
+        begun = not drive.tx.committed and any(Op.BEGIN in p.asked for p in workers)
         try:
             await self._ledger.end(fences, target=report.version if begun else None)
         except SupersededError as error:
@@ -405,6 +456,7 @@ class WeightPublisher:
         source: WeightSource,
         members: dict[WorkerId, Member],
         plan: PausePlan,
+        checks: Checks,
     ) -> Drive:
         facts = {w: m.facts for w, m in members.items() if m.facts is not None}
         try:
@@ -419,6 +471,7 @@ class WeightPublisher:
             finish_sets_label=self._fleet.provider.admin.finish_sets_label,
             marks=self._fleet.provider.admin.marks,
             acknowledged=self._transport.acknowledges,
+            checks=checks,
             min_workers=self._min_workers,
         )
         return Drive(
@@ -433,6 +486,8 @@ class WeightPublisher:
             timeouts=self._timeouts,
             group=self._group,
             ledger=self._ledger,
+            probe=self._probe,
+            known=self._manifest,
             commit=partial(
                 self._fleet.membership.commit,
                 version,
@@ -470,6 +525,7 @@ class WeightPublisher:
             # Only what verified this very process lifts a fence.
             membership.fence(member, barrier)
         failure = progress.failure
+        found = found_of(tx.label, progress.answers, tx.checks)
         return Receipt(
             worker=worker,
             url=member.url,
@@ -479,6 +535,9 @@ class WeightPublisher:
             version_after=parse_label(label),
             paused_s=drive.times.paused_s(worker),
             bytes_sent=drive.times.bytes_sent.get(worker, 0),
+            verified=found.levels,
+            checksum_blind=found.blind,
+            probe_gap=found.gap,
             fence=barrier,
             recovery=verdict.recovery,
             error=None
@@ -529,6 +588,7 @@ class WeightPublisher:
             evidence=Evidence.OWN_LABEL if proved else Evidence.NOT_BEGUN,
             version_before=before,
             version_after=version if proved else None,
+            verified=("label",) if proved else (),
             error=error,
         )
 
@@ -562,7 +622,7 @@ def _label_after(progress: Progress) -> object:
     labels = [
         answers[op].facts.get("label") if op in answers else None
         for op in progress.asked
-        if op in (Op.INSPECT, Op.MARK, Op.UNMARK, Op.BEGIN, Op.READ, Op.PROBE)
+        if op in (Op.INSPECT, Op.MARK, Op.UNMARK, Op.BEGIN, Op.READ, Op.PROBE, Op.SHUT)
     ]
     return labels[-1] if labels else None
 

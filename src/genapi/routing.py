@@ -59,19 +59,28 @@ class Routing:
             self._routers[sending.url] += change
 
     async def pick(self, run: Run) -> tuple[Member | None, str]:
-        """Who gets the next sending, and its base URL.
+        """Who gets the next sending, and its base URL; nobody while this process verifies.
 
         Raises:
             FleetError: nobody may get traffic, and waiting does not mend it.
             TransportError: nobody answers (`not_sent`).
             VersionGoneError: nobody has the version any more.
         """
+        while True:
+            while self._membership.closed:
+                with anyio.move_on_after(self._config.refresh_s):
+                    await self._versions.news()
+            picked = await self._pick(run)
+            if not self._membership.closed:
+                return picked
+
+    async def _pick(self, run: Run) -> tuple[Member | None, str]:
         members = self._membership.members.values()
         if self._routers is not None:
             if run.request.lora is None and any(is_opaque(m) for m in members):
                 await self._versions.refresh(None)
             return None, min(self._routers, key=self._routers.__getitem__)
-        if not self._membership.usable() or any(m.suspect for m in members):
+        if not self._membership.usable() or any(m.suspect or m.told for m in members):
             await self._revive()
         await self._outlast_update()
         member = self._choose(run)

@@ -41,7 +41,9 @@ def backend(model: Model, *, rank: int = 0, world_size: int = 1, replica: int = 
     return made
 
 
-def join(group: GlooGroup, *receivers: GlooBackend, rank_offset: int = 1) -> None:
+def join(
+    group: GlooGroup, *receivers: GlooBackend, rank_offset: int = 1, digest: str | None = None
+) -> None:
     world_size = 1 + len(receivers)
     info = InitInfo(
         master_address=group.host,
@@ -49,6 +51,7 @@ def join(group: GlooGroup, *receivers: GlooBackend, rank_offset: int = 1) -> Non
         rank_offset=rank_offset,
         world_size=world_size,
         timeout_s=LIMIT_S,
+        digest=digest,
     )
     with ThreadPoolExecutor(len(receivers)) as pool:
         joining = [pool.submit(r.init_transfer_engine, info) for r in receivers]
@@ -57,11 +60,17 @@ def join(group: GlooGroup, *receivers: GlooBackend, rank_offset: int = 1) -> Non
             future.result()
 
 
-def update(group: GlooGroup, tensors: dict[str, torch.Tensor], *receivers: GlooBackend) -> None:
+def update(
+    group: GlooGroup,
+    tensors: dict[str, torch.Tensor],
+    *receivers: GlooBackend,
+    digest: str | None = None,
+) -> None:
     info = UpdateInfo(
         names=list(tensors),
         dtype_names=[str(t.dtype).removeprefix("torch.") for t in tensors.values()],
         shapes=[list(t.shape) for t in tensors.values()],
+        digest=digest,
     )
     with ThreadPoolExecutor(len(receivers)) as pool:
         receiving = [pool.submit(r.receive_weights, info) for r in receivers]
@@ -105,6 +114,20 @@ def test_a_tensor_that_the_model_refuses_ends_the_group_for_everybody() -> None:
             receiver.receive_weights(again)
 
 
+@pytest.mark.parametrize("other", ["h:p", "g:q", None])
+def test_a_bucket_that_is_not_what_was_agreed_is_refused_and_ends_the_group(
+    other: str | None,
+) -> None:
+    group, model = GlooGroup("127.0.0.1"), Model()
+    receiver = backend(model)
+    join(group, receiver, digest="g")
+    update(group, {"a": torch.ones(1)}, receiver, digest="g:p")
+    with pytest.raises(ValueError, match="Invalid update_info: its digest") as failure:
+        update(group, {"b": torch.ones(1)}, receiver, digest=other)
+    assert isinstance(failure.value.__context__, GroupError)
+    assert list(model.loaded) == ["a"]
+
+
 def test_joining_again_replaces_the_group() -> None:
     receiver = backend(Model())
     first, second = GlooGroup("127.0.0.1"), GlooGroup("127.0.0.1")
@@ -118,7 +141,7 @@ def test_joining_again_replaces_the_group() -> None:
     receiver.shutdown()
 
 
-def test_the_fields_are_those_of_the_nccl_backend_and_a_limit() -> None:
+def test_the_fields_are_those_of_the_nccl_backend_a_limit_and_a_digest() -> None:
     names = set(InitInfo.__dataclass_fields__)
     assert names == {
         "master_address",
@@ -129,8 +152,9 @@ def test_the_fields_are_those_of_the_nccl_backend_and_a_limit() -> None:
         "packed_buffer_size_bytes",
         "packed_num_buffers",
         "timeout_s",
+        "digest",
     }
-    assert set(UpdateInfo.__dataclass_fields__) == {"names", "dtype_names", "shapes"}
+    assert set(UpdateInfo.__dataclass_fields__) == {"names", "dtype_names", "shapes", "digest"}
     assert BACKEND == "genapi_gloo"
 
 

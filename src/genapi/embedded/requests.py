@@ -93,6 +93,12 @@ class Request:
             track.finish_reason is not None for track in self.tracks
         )
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether a score that was asked for is no number."""
+        scored = [*(self.prompt_scores or []), *(s for t in self.tracks for s in t.scores)]
+        return any(score.logprob != score.logprob for scores in scored for score in scores)
+
     def fail(self, error: Exception) -> None:
         """End the request with an error, unless it is over already."""
         if not self.done:

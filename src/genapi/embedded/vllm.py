@@ -198,6 +198,8 @@ class VllmServer:
             await request.finished()
         finally:
             engine.abort([request])
+        if request.has_nan:
+            raise bad_request("Out of range float values are not JSON compliant")
         return ok(renderer.whole())
 
     async def _scale_out_off(self, _: Call) -> Reply:

@@ -49,6 +49,7 @@ class InitInfo:
     packed_buffer_size_bytes: int = 1 << 30
     packed_num_buffers: int = 2
     timeout_s: float = 60.0
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class UpdateInfo:
     dtype_names: Sequence[str]
     shapes: Sequence[Sequence[int]]
     data: Sequence[str] | None = None
+    digest: str | None = None
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtype_names) == len(self.shapes):
@@ -73,6 +75,8 @@ class WeightSession:
         self._world = world
         self._backend = backend
         self._joined = False
+        self._group: str | None = None
+        self._plan: str | None = None
         self._open = False
         self._loaded: dict[str, NDArray[np.float32]] = {}
         self._stale: frozenset[str] = frozenset()
@@ -93,6 +97,7 @@ class WeightSession:
                 f"rank {last} is out of range for a group of world_size {init.world_size}"
             )
         self._joined = True
+        self._group = init.digest
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -110,6 +115,7 @@ class WeightSession:
                 "Call finish_weight_update first."
             )
         self._open = True
+        self._plan = None
         self._engine.loaded = False
         self._stale = frozenset(self._loaded)
 
@@ -158,6 +164,7 @@ class WeightSession:
             raise WorkerError(
                 "GenapiMemory weight transfer not initialized. Call init_transfer_engine() first."
             )
+        self._agree(info.digest)
         count = len(info.names)
         source = info.data if arrays is None else arrays
         if count and (source is None or len(source) != count):
@@ -172,6 +179,23 @@ class WeightSession:
             self._load(name, tensor)
         if lost is not None:
             raise WorkerError("Connection closed by peer")
+
+    def _agree(self, digest: str | None) -> None:
+        """Refuse what is not part of the group that was joined and of the update begun."""
+        if self._group is None:
+            return
+        group, _, plan = (digest or "").partition(":")
+        if group != self._group:
+            raise WorkerError(
+                f"Invalid update_info: its digest is of the group {group!r}, and this worker "
+                f"joined {self._group!r}"
+            )
+        if self._plan not in (None, plan):
+            raise WorkerError(
+                f"Invalid update_info: its digest is of the update {plan!r}, and this session "
+                f"began with {self._plan!r}"
+            )
+        self._plan = plan
 
     def _load(self, name: str, tensor: NDArray[np.float32]) -> None:
         current = self._engine.weights.get(name)

@@ -9,7 +9,7 @@ backend with
     --weight-transfer-config '{"backend": "genapi_gloo"}'
 
 and is then driven over vLLM's own routes. `init_info` and `update_info` carry the fields of the
-NCCL backend, and `timeout_s` besides.
+NCCL backend, and `timeout_s` and `digest` besides.
 """
 
 # ruff: noqa: PLC0415 - the rule above
@@ -42,6 +42,7 @@ class InitInfo:
         packed_buffer_size_bytes: a chunk closes with the tensor that takes it over this size.
         packed_num_buffers: a field of the NCCL backend; gloo has one buffer.
         timeout_s: limit for joining, and for each broadcast.
+        digest: of what both ends have agreed on; None = nothing is compared.
     """
 
     master_address: str
@@ -52,6 +53,7 @@ class InitInfo:
     packed_buffer_size_bytes: int = 1 << 30
     packed_num_buffers: int = 2
     timeout_s: float = 60.0
+    digest: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,11 +64,13 @@ class UpdateInfo:
         names: the checkpoint's names.
         dtype_names: such as `bfloat16`.
         shapes: full shapes; vLLM shards and fuses itself.
+        digest: that of the group, a colon, and that of the whole update.
     """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    digest: str | None = None
 
 
 class GlooBackend:
@@ -81,6 +85,8 @@ class GlooBackend:
     device: torch.device
 
     _receiver: GlooReceiver | None = None
+    _group: str | None = None
+    _plan: str | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group, in place of any earlier one; returns when every rank has joined."""
@@ -99,11 +105,13 @@ class GlooBackend:
             world_size=init_info.world_size,
         )
         self._receiver = receiver
+        self._group = init_info.digest
 
     def start_weight_update(self) -> None:
         """Prepare the model to be loaded anew; needed on CPU too, where weights are repacked."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._plan = None
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -117,6 +125,7 @@ class GlooBackend:
                 "after an update that failed"
             )
         try:
+            self._agree(update_info.digest)
             with _partial_loads():
                 for tensors in self._receiver.receive(
                     update_info.names, update_info.dtype_names, update_info.shapes
@@ -125,6 +134,28 @@ class GlooBackend:
         except BaseException:
             self.shutdown()
             raise
+
+    def _agree(self, digest: str | None) -> None:
+        """Refuse a bucket, before any of it is received, that is not part of what was agreed.
+
+        Raises:
+            ValueError: another group was joined, or another update begun.
+        """
+        if self._group is None:
+            return
+        group, _, plan = (digest or "").partition(":")
+        if group != self._group:
+            raise ValueError(
+                f"Invalid update_info: its digest is of the group {group!r}, and this worker "
+                f"joined {self._group!r}: another publisher has joined it to another group since, "
+                "or the two ends go by other workers, ranks or wire parameters; join it again"
+            )
+        if self._plan not in (None, plan):
+            raise ValueError(
+                f"Invalid update_info: its digest is of the update {plan!r}, and this session "
+                f"began with {self._plan!r}: another manifest, or other buckets of it"
+            )
+        self._plan = plan
 
     def finish_weight_update(self) -> None:
         """Process what was loaded and put it into service."""

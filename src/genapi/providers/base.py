@@ -200,6 +200,18 @@ class Admin(Protocol):
         """Read `label`, `paused` and `healthy` into the facts of the answer."""
         ...
 
+    def has_checksum(self) -> Flow[Answer]:
+        """Whether `checksum` can be asked, without the work of one; REFUSED with the remedy."""
+        ...
+
+    def checksum(self) -> Flow[Answer]:
+        """Digest what it holds.
+
+        Facts: `checksums`, a digest by the name of each parameter on each rank; `topology`, equal
+        for workers whose digests can be compared; `blind`, how many of them show nothing.
+        """
+        ...
+
     def resume(self, plan: PausePlan) -> Flow[Answer]:
         """Carry out what the plan says of caches, then generate again."""
         ...

@@ -31,6 +31,7 @@ class Op(StrEnum):
     READ = "read"
     RESUME = "resume"
     PROBE = "probe"
+    SHUT = "shut"
     CLOSE = "close"
 
 
@@ -53,6 +54,8 @@ class Observed(StrEnum):
     """The call cannot have reached it."""
     LOST = "lost"
     """No answer in time: it may or may not have acted."""
+    DIFFERS = "differs"
+    """It answered, and holds something else than the other workers or the trainer."""
     DEAD = "dead"
     """It answered that its engine is dead, or nothing listens any more."""
 
@@ -64,7 +67,7 @@ class Answer:
     Attributes:
         observed: what came back.
         detail: the worker's own words, for messages.
-        facts: what was read, by name (`label`, `paused`).
+        facts: what was read, by name (`label`, `paused`, `checksums`, `scores`).
     """
 
     observed: Observed

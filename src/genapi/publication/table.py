@@ -12,7 +12,11 @@ from typing import Literal
 
 from genapi.publication.evidence import Observed, Op
 
-__all__ = ("TABLE", "Act", "Phase", "Row", "Who", "mermaid")
+__all__ = ("READS", "TABLE", "Act", "Phase", "Row", "Who", "mermaid")
+
+READS = frozenset({Op.INSPECT, Op.CONFIRM, Op.READ, Op.PROBE})
+"""What changes nothing. Before anything else a publisher makes sure that it was not superseded: a
+call of its own would land in the middle of its successor's publication."""
 
 
 class Phase(StrEnum):
@@ -33,6 +37,7 @@ class Phase(StrEnum):
     COMMIT = "commit"
     RESUME = "resume"
     PROBE = "probe"
+    SHUT = "shut"
     OPEN = "open"
     CLOSE = "close"
     EXAMINE = "examine"
@@ -70,8 +75,8 @@ class Who(StrEnum):
     """Those whose label was read back as the attempt's own."""
     RESUMED = "resumed"
     """Those that answered the resume."""
-    IN_SESSION = "in_session"
-    """Those that were asked to begin and are not known to have finished or died."""
+    DOUBTED = "doubted"
+    """Those that serve under the new label and did not pass the probe."""
     BEGUN = "begun"
     """Those that were asked to begin and are not dead."""
     MARKED_CLEAN = "marked_clean"
@@ -165,10 +170,13 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
         Phase.COMMIT: Row(Phase.RESUME, Phase.HELD, act=Act.COMMIT),
         Phase.RESUME: Row(Phase.PROBE, Phase.PROBE, ask=Op.RESUME, who=Who.PROVED, retries=True),
         # A process that restarted meanwhile answers a resume as well.
-        Phase.PROBE: Row(Phase.OPEN, Phase.OPEN, ask=Op.PROBE, who=Who.RESUMED, retries=True),
+        Phase.PROBE: Row(Phase.OPEN, Phase.SHUT, ask=Op.PROBE, who=Who.RESUMED, retries=True),
+        # What is not what its label says must not serve other processes either: paused, and
+        # labelled as a worker in the middle of an update.
+        Phase.SHUT: Row(Phase.OPEN, Phase.OPEN, ask=Op.SHUT, who=Who.DOUBTED, retries=True),
         Phase.OPEN: Row(Phase.DONE, Phase.DONE),
         # Ways out after a failure.
-        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.IN_SESSION),
+        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.BEGUN),
         Phase.EXAMINE: Row(Phase.HELD, Phase.HELD, ask=Op.READ, who=Who.BEGUN, retries=True),
         Phase.UNMARK: Row(
             Phase.RELEASE, Phase.RELEASE, ask=Op.UNMARK, who=Who.MARKED_CLEAN, retries=True

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from genapi.publication.evidence import Answer, Observed, Op, Verdict
 from genapi.publication.table import TABLE, Act, Phase, Row, Who
+from genapi.publication.verification import DIFFERENT, Checks, compare
 from genapi.types.ids import WorkerId
 from genapi.types.policy import is_updating_label
 from genapi.types.worker import Evidence, Fence, FenceStrength, Outcome, Recovery
@@ -147,6 +148,7 @@ class Transaction:
         finish_sets_label: whether FINISH carries the label.
         marks: whether a write-ahead label is set before BEGIN.
         acknowledged: whether a finished SEND proves that every worker took the bucket.
+        checks: how workers are verified.
         min_workers: how many proved workers may serve without the others; None = all have to be.
         phase: where it stands.
         waiting: calls not answered yet.
@@ -165,6 +167,7 @@ class Transaction:
     finish_sets_label: bool = True
     marks: bool = True
     acknowledged: bool = False
+    checks: Checks = field(default_factory=Checks)
     min_workers: int | None = None
     phase: Phase = Phase.PREFLIGHT
     waiting: frozenset[tuple[WorkerId, Op]] = frozenset()
@@ -262,6 +265,9 @@ def _checked_label(tx: Transaction, answer: Answer) -> Answer:
 def _tolerated(tx: Transaction, answer: Answer) -> bool:
     if answer.observed not in tx.row.tolerates:
         return False
+    if tx.phase is Phase.FINISH:
+        # A label that is set by a call of its own would not show that the session is closed.
+        return tx.finish_sets_label
     return tx.phase is not Phase.TRANSFER or (tx.acknowledged and not tx.failed)
 
 
@@ -272,7 +278,27 @@ def _fail(tx: Transaction, error: str) -> Step:
     return tx, ()
 
 
+def _compared(tx: Transaction) -> Transaction:
+    """All have answered: whoever holds something else than the others has failed after all."""
+    op = tx.row.ask
+    if op is None or op not in DIFFERENT:
+        return tx
+    answers = {w: p.answers[op] for w, p in tx.workers.items() if p.did(op)}
+    workers = dict(tx.workers)
+    faults: list[str] = []
+    for worker, answer in compare(op, answers, tx.checks).items():
+        before = workers[worker]
+        failure = before.failure
+        if not answer.done:
+            failure = failure or (op, answer)
+            faults.append(f"{op} on {worker}: {answer.observed}: {answer.detail}")
+        workers[worker] = replace(before, answers={**before.answers, op: answer}, failure=failure)
+    tx = replace(tx, workers=workers)
+    return _fail(tx, faults[0])[0] if faults else tx
+
+
 def _leave(tx: Transaction, commands: tuple[Command, ...]) -> Step:
+    tx = _compared(tx)
     if tx.phase is Phase.COMMIT and not tx.failed:
         tx = replace(tx, committed=True)
     if tx.phase in (Phase.VERIFY, Phase.EXAMINE) and tx.failed and _is_enough(tx):
@@ -313,13 +339,22 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
 
 
 def is_proved(tx: Transaction, progress: Progress) -> bool:
-    """Whether the worker was read to hold this attempt's label, and has not died since."""
+    """Whether the worker was read to hold this attempt's label, and nothing else shows since."""
     read = progress.answers.get(Op.READ)
-    return read is not None and read.facts.get("label") == tx.label and not progress.dead
+    if read is None or read.observed is Observed.DIFFERS or progress.dead:
+        return False
+    return read.facts.get("label") == tx.label
 
 
 def _begun(progress: Progress) -> bool:
     return Op.BEGIN in progress.asked
+
+
+def _is_doubted(tx: Transaction, progress: Progress) -> bool:
+    probe = progress.answers.get(Op.PROBE)
+    if probe is None or probe.done or progress.dead:
+        return False
+    return probe.facts.get("label") == tx.label
 
 
 def _is_paused_clean(_: Transaction, progress: Progress) -> bool:
@@ -338,7 +373,7 @@ _IS_ASKED: Mapping[Who, Callable[[Transaction, Progress], bool]] = MappingProxyT
         Who.BROKEN: lambda _tx, p: p.broken,
         Who.PROVED: is_proved,
         Who.RESUMED: lambda _tx, p: p.did(Op.RESUME),
-        Who.IN_SESSION: lambda _tx, p: _begun(p) and not p.did(Op.FINISH) and not p.dead,
+        Who.DOUBTED: _is_doubted,
         Who.BEGUN: lambda _tx, p: _begun(p) and not p.dead,
         Who.MARKED_CLEAN: lambda _tx, p: Op.MARK in p.asked and not _begun(p) and not p.broken,
         Who.PAUSED_CLEAN: _is_paused_clean,
@@ -354,11 +389,16 @@ def conclude(
         outcome = Outcome.UNKNOWN if _begun(progress) else Outcome.UNTOUCHED
         return Verdict(outcome, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
     if not _begun(progress):
-        recovery = _recovery_of_untouched(progress, verdicts)
-        return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, recovery)
+        if progress.failure is not None and progress.failure[0] is Op.HEAL:
+            # Healing opens a session and closes it: what it answers counts as after a BEGIN.
+            healed = verdicts.get((Op.HEAL, progress.failure[1].observed))
+            if healed is not None:
+                return healed
+        return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, _recovery_of_untouched(progress))
     read = progress.answers.get(Op.READ)
-    if is_proved(tx, progress):
-        return _held(progress)
+    different = _different(progress)
+    if different is not None or is_proved(tx, progress):
+        return different or _held(progress)
     if progress.failure is not None:
         op, answer = progress.failure
         known = verdicts.get((op, answer.observed))
@@ -372,22 +412,25 @@ def conclude(
     return Verdict(Outcome.UNKNOWN, evidence, Recovery.CLOSE_THEN_REPUBLISH)
 
 
+def _different(progress: Progress) -> Verdict | None:
+    for op, verdict in DIFFERENT.items():
+        if op in progress.answers and progress.answers[op].observed is Observed.DIFFERS:
+            return verdict
+    return None
+
+
 def _held(progress: Progress) -> Verdict:
     """Its own label was read back: it held the version then, and serves it if it was probed."""
     if progress.did(Op.PROBE):
         return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, None)
     if Op.PROBE in progress.asked:
-        return Verdict(Outcome.UNKNOWN, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
+        read = Op.PROBE in progress.answers and "label" in progress.answers[Op.PROBE].facts
+        evidence = Evidence.NO_ANSWER if read else Evidence.OTHER_LABEL
+        return Verdict(Outcome.UNKNOWN, evidence, Recovery.REPUBLISH)
     return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, Recovery.REPUBLISH)
 
 
-def _recovery_of_untouched(
-    progress: Progress, verdicts: Mapping[tuple[Op, Observed], Verdict]
-) -> Recovery | None:
-    if progress.failure is not None and progress.failure[0] is Op.HEAL:
-        known = verdicts.get((Op.HEAL, progress.failure[1].observed))
-        if known is not None:
-            return known.recovery
+def _recovery_of_untouched(progress: Progress) -> Recovery | None:
     if progress.fence is not None:
         return progress.fence.recovery
     if progress.broken:
@@ -406,7 +449,8 @@ def fence(tx: Transaction, progress: Progress, verdict: Verdict) -> Fence | None
     if tx.committed and progress.did(Op.PROBE):
         return None
     if tx.committed and progress.did(Op.RESUME):
-        return Fence(strength=FenceStrength.CLIENT, reason=reason, recovery=Recovery.REPUBLISH)
+        strength = FenceStrength.PAUSED if progress.did(Op.SHUT) else FenceStrength.CLIENT
+        return Fence(strength=strength, reason=reason, recovery=Recovery.REPUBLISH)
     if verdict.evidence is Evidence.DEAD:
         return Fence(
             strength=FenceStrength.DEAD, reason=reason, recovery=Recovery.RESTART_THEN_PUBLISH

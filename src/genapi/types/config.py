@@ -154,6 +154,8 @@ class PublishTimeouts(Value):
     finish_s: Seconds = 300.0
     label_s: Seconds = 30.0
     verify_s: Seconds = 30.0
+    checksum_s: Seconds = 300.0
+    probe_s: Seconds = 300.0
     resume_s: Seconds = 60.0
     cleanup_s: Seconds = 15.0
     restart_s: Seconds = 600.0

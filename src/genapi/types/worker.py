@@ -1,7 +1,7 @@
 """What is known of workers at one moment, and what a publication did to each."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,8 +19,12 @@ __all__ = (
     "PublishReport",
     "Receipt",
     "Recovery",
+    "VerifyLevel",
     "WorkerState",
 )
+
+VerifyLevel = Literal["label", "checksum", "probe"]
+"""How a worker is proved to hold what was published."""
 
 
 class FenceStrength(StrEnum):
@@ -109,6 +113,8 @@ class Evidence(StrEnum):
     SESSION_CLOSED_EMPTY = "session_closed_empty"
     REJECTED = "rejected"
     OTHER_LABEL = "other_label"
+    OTHER_CHECKSUM = "other_checksum"
+    OTHER_SCORES = "other_scores"
     PEER_LOST = "peer_lost"
     NO_ANSWER = "no_answer"
     DEAD = "dead"
@@ -126,6 +132,11 @@ class Receipt(Value):
         version_after: what its label named at the end; None = UNKNOWN.
         paused_s: seconds from the first pause call to the answered resume, or to the end.
         bytes_sent: weight bytes that the worker was sent.
+        verified: the levels at which it was proved to hold the version: `label`, its label was
+            read back; `checksum`, its bytes equal those of another worker; `probe`, its scores
+            equal those of another worker or the trainer's.
+        checksum_blind: parameters of which its checksum saw nothing; None = none was taken.
+        probe_gap: most nats between one of its scores and the trainer's; None = not compared.
         fence: why it gets no traffic now; None = it serves.
         recovery: the way back; None when it serves.
         error: the first error that concerned this worker, as text.
@@ -139,6 +150,9 @@ class Receipt(Value):
     version_after: PolicyVersion | None = None
     paused_s: float = 0.0
     bytes_sent: int = 0
+    verified: tuple[VerifyLevel, ...] = ()
+    checksum_blind: int | None = None
+    probe_gap: float | None = None
     fence: Fence | None = None
     recovery: Recovery | None = None
     error: str | None = None
@@ -167,6 +181,12 @@ class PublishReport(Value):
     receipts: tuple[Receipt, ...]
     phases: tuple[PhaseTime, ...] = ()
     error: str | None = None
+
+    @property
+    def probe_gap(self) -> float | None:
+        """Most nats between a worker's score and the trainer's; None = nothing was compared."""
+        gaps = [r.probe_gap for r in self.receipts if r.probe_gap is not None]
+        return max(gaps, default=None)
 
     @property
     def seconds(self) -> float:

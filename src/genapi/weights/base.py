@@ -25,6 +25,7 @@ __all__ = (
     "WeightTransport",
     "WireBucket",
     "check_limits",
+    "check_source",
     "check_world_size",
 )
 
@@ -198,6 +199,11 @@ class WeightTransport(Protocol):
         ...
 
     @property
+    def digests(self) -> bool:
+        """Whether the backend takes a `digest` of what both ends have to agree on."""
+        ...
+
+    @property
     def bucket_bytes(self) -> int:
         """Most bytes per update call; one larger tensor goes alone."""
         ...
@@ -235,6 +241,15 @@ def check_limits(transport: WeightTransport) -> None:
         value = getattr(transport, field)
         if type(value) is not int or value < least:
             raise ConfigError(f"{field}={value!r}: pass a whole number of at least {least}")
+
+
+def check_source(source: object) -> None:
+    """Raise `ConfigError` for what is no weight source, with the way to make one."""
+    if not isinstance(source, WeightSource):
+        raise ConfigError(
+            f"{type(source).__name__} is no weight source: wrap tensors with "
+            "genapi.weights.from_tensors(mapping), or give it manifest() and __iter__()"
+        )
 
 
 def check_world_size(world_size: int) -> None:

@@ -59,7 +59,9 @@ class Gloo:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s!r}: pass seconds, more than 0")
         if find_spec("torch") is None:
-            raise ConfigError("publishing over gloo needs torch: pip install 'genapi[torch]'")
+            raise ConfigError(
+                "publishing over gloo needs torch: install genapi with its extra 'torch'"
+            )
 
     @property
     def backend(self) -> str:
@@ -69,6 +71,11 @@ class Gloo:
     @property
     def acknowledges(self) -> bool:
         """Every receiver greets the sender once more when it has loaded a bucket."""
+        return True
+
+    @property
+    def digests(self) -> bool:
+        """It is a backend of genapi's own."""
         return True
 
     def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:

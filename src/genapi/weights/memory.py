@@ -59,6 +59,11 @@ class Memory:
         """Nothing but the reply says that a worker behind a socket has its bucket."""
         return False
 
+    @property
+    def digests(self) -> bool:
+        """It is a backend of genapi's own."""
+        return True
+
     def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
         """By reference only what numpy has can go.
 

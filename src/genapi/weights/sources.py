@@ -83,7 +83,7 @@ def from_safetensors(path: str | PathLike[str]) -> WeightSource:
         import safetensors  # noqa: F401, PLC0415 - whether it is installed
     except ImportError:
         raise ConfigError(
-            "reading safetensors needs a package more: pip install 'genapi[torch]'"
+            "reading safetensors needs a package more: install genapi with its extra 'torch'"
         ) from None
     return _Safetensors(Path(path))
 
@@ -199,7 +199,7 @@ class _Shard:
                 if dtype not in _NUMPY_HAS:
                     raise ConfigError(
                         f"{self._file}: tensor {name!r} is {dtype}, which numpy lacks: "
-                        "pip install 'genapi[torch]'"
+                        "install genapi with its extra 'torch'"
                     )
                 yield name, shard.get_tensor(name)
 

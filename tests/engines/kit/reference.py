@@ -1,6 +1,7 @@
 """What a model should say, by transformers; run by an engine environment's Python.
 
-One JSON object per line. In: `model` (a folder), `prompt` (ids), and `count` or `tokens`. With
+One JSON object per line. In: `model` (a folder), `prompt` (ids), and `count`, `tokens` or
+neither. With neither out come the `logprobs` of the prompt's ids, the first of which has none. With
 `count` out comes the greedy continuation: `token_ids`, their `logprobs`, and `margins`, by how much
 each token's logit beats the second best. With `tokens` out comes what would greedily stand in the
 place of each of them, given all before it: `best` and `margins`. The rule of this file: no cache
@@ -25,7 +26,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         question = json.loads(line)
-        answer = replay(**question) if "tokens" in question else greedy(**question)
+        if "tokens" in question:
+            answer = replay(**question)
+        else:
+            answer = greedy(**question) if "count" in question else score(**question)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -58,6 +62,15 @@ def replay(model: str, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
     best = logits[len(prompt) - 1 : -1].topk(2)
     margins = best.values[:, 0] - best.values[:, 1]
     return {"best": best.indices[:, 0].tolist(), "margins": margins.tolist()}
+
+
+@torch.inference_mode()
+def score(model: str, prompt: list[int]) -> dict[str, Any]:
+    """The log-probability of each id given those before it."""
+    logits = load(model)(torch.tensor([prompt]), use_cache=False).logits[0]
+    rows = logits[:-1].log_softmax(-1)
+    scores = rows.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    return {"logprobs": [None, *scores.tolist()]}
 
 
 if __name__ == "__main__":

@@ -122,4 +122,6 @@ def test_without_torch_gloo_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", statement], check=True, capture_output=True, text=True, timeout=30
     )
-    assert done.stdout == "publishing over gloo needs torch: pip install 'genapi[torch]'\n"
+    assert (
+        done.stdout == "publishing over gloo needs torch: install genapi with its extra 'torch'\n"
+    )

@@ -250,4 +250,4 @@ def test_files_are_read_as_numpy_arrays_where_torch_is_missing(tmp_path: Path) -
     save({"w": torch.tensor([1.0], dtype=torch.bfloat16)}, tmp_path / "bf16.safetensors")
     done = run(tmp_path / "bf16.safetensors")
     assert done.stdout == "[\"'w' bfloat16 [1]\"]\n"
-    assert "'w' is BF16, which numpy lacks: pip install 'genapi[torch]'" in done.stderr
+    assert "'w' is BF16, which numpy lacks: install genapi with its extra 'torch'" in done.stderr

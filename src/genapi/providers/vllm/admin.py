@@ -11,11 +11,13 @@ whether it was done, which the first does not.
 """
 
 from collections.abc import Mapping
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any
 
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import WorkerFacts
+from genapi.providers.vllm.errors import NOT_FOUND
 from genapi.providers.vllm.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Verdict
 from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
@@ -26,6 +28,8 @@ __all__ = ("CACHES", "VLLMAdmin")
 
 _MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
 _CONFIRMATIONS = 3
+_NOTHING = sha256(b"").hexdigest()
+"""The digest of a parameter that the model keeps elsewhere in another form."""
 _RESETS = 3
 
 CACHES: Mapping[tuple[bool, InFlightKV, PrefixCache], bool | str] = MappingProxyType(
@@ -170,6 +174,35 @@ class VLLMAdmin:
             "label": _field(label, "weight_version"),
             "paused": _field(paused, "is_paused"),
             "healthy": True,
+        }
+        return Answer(Observed.DONE, facts=facts)
+
+    def has_checksum(self) -> Flow[Answer]:
+        """Whether /weight_checker is there: it takes POST alone, and refuses GET where it is."""
+        reply = yield from call(_get("/weight_checker"))
+        if reply.status == NOT_FOUND:
+            return Answer(
+                Observed.REFUSED,
+                "verify=('checksum',) needs the route /weight_checker, which came with vLLM 0.32: "
+                "use verify=('probe',), or a newer vLLM",
+            )
+        return Answer(Observed.DONE)
+
+    def checksum(self) -> Flow[Answer]:
+        """Digest every parameter as the model holds it (transcript 20).
+
+        On a CPU linear weights are repacked: what is left under their names is empty.
+        """
+        reply = yield from call(_post("/weight_checker", {"action": "checksum"}))
+        if not reply.ok:
+            return answer_of(Op.READ, reply)
+        sums = _field(reply, "checksums")
+        if not isinstance(sums, dict):
+            raise ReplyError(f"expected checksums by name from {reply.url}", body=reply.body)
+        facts = {
+            "checksums": {str(name): str(digest) for name, digest in sums.items()},
+            "topology": " ".join(sorted({str(name).rpartition(":")[0] for name in sums})),
+            "blind": sum(digest == _NOTHING for digest in sums.values()),
         }
         return Answer(Observed.DONE, facts=facts)
 

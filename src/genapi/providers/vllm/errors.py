@@ -25,6 +25,7 @@ from genapi.wire.retry import retry_after_s
 __all__ = (
     "ADMIN_REMEDY",
     "ENGINE_DEAD",
+    "NOT_FINITE",
     "PAUSED",
     "SCALE_OUT_REMEDY",
     "ErrorText",
@@ -34,6 +35,8 @@ __all__ = (
 
 ENGINE_DEAD = "engine_dead"
 """`ProviderError.code` when the engine behind the server has died: only a restart helps."""
+NOT_FINITE = "not_finite"
+"""`ProviderError.code` when a score is no number, which JSON cannot carry: broken weights."""
 PAUSED = "paused"
 """`NotReadyError.code` when the server refuses requests until it resumes (0.33)."""
 
@@ -45,6 +48,7 @@ ADMIN_REMEDY = (
 
 _DEAD = re.compile(r"EngineCore encountered an issue|EngineDeadError")
 _OVERLONG = re.compile(r"maximum context length is \d+|longer than the maximum model length of \d+")
+_NOT_FINITE = re.compile(r"Out of range float values are not JSON compliant")  # RUN 0.32
 _PAUSED = re.compile(r"[Gg]eneration is paused")  # READ 0.33 v1/engine/core.py
 _BUSY = re.compile(r"currently busy|queued tokens")  # READ 0.32 exceptions.py
 _SHOWN = 300
@@ -146,6 +150,8 @@ def _kind(status: int, error: ErrorText) -> tuple[type[ProviderError], str | Non
     text = error.message
     if _DEAD.search(text):
         return ProviderError, ENGINE_DEAD, " (the engine died: the server has to be restarted)"
+    if _NOT_FINITE.search(text):
+        return ProviderError, NOT_FINITE, " (the model's scores are NaN: its weights are broken)"
     if status in (UNAUTHORIZED, FORBIDDEN):
         return AuthError, None, " (check the API key)"
     if _OVERLONG.search(text):
