@@ -476,7 +476,7 @@ def _may_have_run(error: GenAPIError) -> bool:
 def _timed_out(run: Run) -> GenAPIError:
     timeout = f"timeout_s={run.request.timeout_s}"
     if run.lacking is not None:
-        return stale(run, f"was not met within {timeout}")
+        return stale(run, f"was not met within {timeout}", may_wait=True)
     if run.current is None:
         message = f"not sent within {timeout}: waited for {run.waits_for}"
         return TransportError(message, phase="not_sent")

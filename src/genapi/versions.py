@@ -74,6 +74,10 @@ class Versions:
         change, self._change = self._change, anyio.Event()
         change.set()
 
+    async def news(self) -> None:
+        """Wait until something is learnt."""
+        await self._change.wait()
+
     async def refresh(self, url: str | None) -> None:
         """Read one worker, or all, unless that was done within `refresh_s`."""
         if self._is_old(url):
@@ -223,12 +227,13 @@ def may_meet(member: Member, bounds: tuple[Bound, ...]) -> bool:
     return sight is not None and all(b.admits(sight.version(b.run)) for b in bounds)
 
 
-def stale(run: Run, what: str) -> StalePolicyError:
+def stale(run: Run, what: str, *, may_wait: bool = False) -> StalePolicyError:
     """The error of a request whose version was not met."""
     asked = " and ".join(map(str, run.bounds))
+    more = ", or wait longer (timeout_s)" if may_wait else ""
     return StalePolicyError(
-        f"{asked} {what}; seen: {run.lacking}. Publish it, ask for a version that is still served, "
-        "or wait longer (timeout_s)"
+        f"{asked} {what}; seen: {run.lacking}. Publish it, ask for a version that is still served"
+        f"{more}"
     )
 
 

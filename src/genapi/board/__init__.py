@@ -51,5 +51,7 @@ def open_board(board: str | Board) -> Board:
     except ImportError as error:
         if error.name != "redis":
             raise
-        raise ConfigError("a redis:// board needs redis-py: pip install 'genapi[redis]'") from error
+        raise ConfigError(
+            "a redis:// board needs redis-py: install genapi with its extra 'redis'"
+        ) from error
     return RedisBoard(board)

@@ -72,7 +72,7 @@ async def _address(process: Process) -> str:
                 status = await process.wait()
                 raise FleetError(
                     f"worker process {process.pid} ended with status {status} before it served; "
-                    "is the extra installed? pip install 'genapi[embedded]'"
+                    "install genapi with its extra 'embedded'"
                 ) from None
     if scope.cancelled_caught:
         raise FleetError(f"worker process {process.pid} did not serve within {_START_S:g} s")

@@ -110,6 +110,10 @@ class ProviderOptions(Value):
     provider: str
 
 
+def _step(version: int | PolicyVersion | None) -> int | None:
+    return version.step if isinstance(version, PolicyVersion) else version
+
+
 def _options(value: Any) -> Any:
     """Options as written to JSON become the options of the provider that they name."""
     if not isinstance(value, Mapping):
@@ -169,6 +173,10 @@ class GenerateRequest(Value):
         given = [form for form in forms if getattr(self, form) is not None]
         if len(given) != 1:
             message = f"give exactly one of {', '.join(forms)}; got {given or 'none'}"
+            raise ValueError(message)
+        low, exact = _step(self.min_version), _step(self.exact_version)
+        if low is not None and exact is not None and low > exact:
+            message = f"min_version {low} is newer than exact_version {exact}: nothing meets both"
             raise ValueError(message)
         if len(getattr(self, given[0])) == 0:
             message = f"{given[0]} is empty; a prompt has at least one item"

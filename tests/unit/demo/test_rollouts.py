@@ -54,8 +54,10 @@ async def test_while_nobody_takes_them_the_newest_are_kept(fleet: Fleet) -> None
 
 async def test_an_error_of_a_generation_ends_the_pool() -> None:
     async with genapi.connect("embedded://?protocol=vllm&vocab=8") as fleet:
-        with anyio.fail_after(20), pytest.RaisesGroup(genapi.ProviderError):
+        with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
             await pool(fleet).run()
+    # Several generations may fail before the group is cancelled.
+    assert all(isinstance(error, genapi.ProviderError) for error in caught.value.exceptions)
 
 
 def test_requests_are_repeatable_and_within_the_vocabulary() -> None:

@@ -57,3 +57,12 @@ def test_a_version_that_this_process_did_not_publish_has_no_known_context() -> N
 )
 def test_a_plan_guarantees_what_it_does_to_caches(plan: PausePlan, rule: ContextRule) -> None:
     assert context_rule(plan) == rule
+
+
+def test_a_salt_of_another_run_bounds_nothing_of_this_one() -> None:
+    other = PolicyVersion(run="other", step=1)
+    assert contexts(V7, V8, rule="carried", salted=other) == [None, None]
+
+
+def test_a_carried_context_is_the_oldest_also_where_versions_go_back() -> None:
+    assert contexts(V8, V7, rule="carried", salted=V8) == [V8, V7]

@@ -172,3 +172,13 @@ def test_a_trace_survives_json_and_pickle() -> None:
     mixed = trace(7, 8)
     assert PolicyTrace.model_validate_json(mixed.model_dump_json()) == mixed
     assert pickle.loads(pickle.dumps(mixed)) == mixed  # noqa: S301 - our own bytes
+
+
+def test_a_trace_over_two_runs_has_neither_an_oldest_nor_a_newest_version() -> None:
+    ours, theirs = PolicyVersion(run="r", step=7), PolicyVersion(run="other", step=8)
+    spans = [Span(start=n, end=n + 1, lo=v, hi=v) for n, v in enumerate((ours, theirs))]
+    trace = PolicyTrace(spans=tuple(spans), source="engine")
+    assert trace.oldest is None
+    assert trace.newest is None
+    assert trace.lag(9) is None
+    assert trace.is_mixed
