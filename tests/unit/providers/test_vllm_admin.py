@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from genapi import ConfigError, UnsupportedError
+from genapi import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Capabilities, WorkerFacts
 from genapi.providers.vllm.admin import CACHES, VLLMAdmin
 from genapi.providers.vllm.verdicts import PATTERNS, ROWS, VERDICTS, answer_of
@@ -296,3 +296,34 @@ def test_a_worker_with_another_backend_is_told_the_flag(backend: str | None) -> 
 def test_a_worker_without_admin_routes_is_told_the_variable() -> None:
     with pytest.raises(UnsupportedError, match="VLLM_SERVER_DEV_MODE"):
         ADMIN.check(PausePlan(), facts(admin="set VLLM_SERVER_DEV_MODE=1"), backend="genapi_gloo")
+
+
+def test_a_checksum_tells_each_parameter_on_each_rank_and_how_many_show_nothing() -> None:
+    answer, made = run(ADMIN.checksum(), exchange("vllm", "20", "checksum before").reply)
+    assert made == ["POST /weight_checker"]
+    assert answer.done
+    assert answer.facts["topology"] == "dp0:pp0:pcp0:tp0"
+    sums = answer.facts["checksums"]
+    assert isinstance(sums, dict)
+    assert len(sums) == 17
+    assert answer.facts["blind"] == 8
+
+
+def test_whether_there_is_a_checksum_is_asked_without_the_work_of_one() -> None:
+    there, made = run(ADMIN.has_checksum(), HTTPReply(405, b'{"detail":"Method Not Allowed"}'))
+    assert made == ["GET /weight_checker"]
+    assert there.done
+    missing, _ = run(ADMIN.has_checksum(), HTTPReply(404, b'{"detail":"Not Found"}'))
+    assert missing.observed is Observed.REFUSED
+    assert "vLLM 0.32" in missing.detail
+
+
+@pytest.mark.parametrize("sums", ["text", ["x"], None])
+def test_checksums_that_cannot_be_read_are_refused(sums: object) -> None:
+    with pytest.raises(ReplyError, match="checksums"):
+        run(ADMIN.checksum(), says(checksums=sums))
+
+
+def test_an_engine_that_died_at_its_checksum_is_dead() -> None:
+    answer, _ = run(ADMIN.checksum(), HTTPReply(500, b'{"error":"EngineDeadError"}'))
+    assert answer.observed is Observed.DEAD

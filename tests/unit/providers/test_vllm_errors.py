@@ -125,3 +125,10 @@ def test_an_error_body_of_any_shape_is_kept_and_shown(body: bytes) -> None:
 
 def test_a_good_answer_raises_nothing() -> None:
     PROVIDER.raise_for_status(HTTPReply(200), context(request()))
+
+
+def test_scores_that_are_no_numbers_have_a_code_of_their_own() -> None:
+    error = raised(answer(400, {"message": "Out of range float values are not JSON compliant"}))
+    assert isinstance(error, ProviderError)
+    assert error.code == "not_finite"
+    assert "weights are broken" in str(error)

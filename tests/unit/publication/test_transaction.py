@@ -1,0 +1,252 @@
+"""What a publication asks next, and what it concludes, from scripted answers."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from genapi.providers.vllm.verdicts import VERDICTS
+from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.table import Act, Phase
+from genapi.publication.transaction import (
+    ActDone,
+    Acted,
+    ActFailed,
+    Answered,
+    Ask,
+    Cancelled,
+    Command,
+    Progress,
+    Transaction,
+    advance,
+    begin,
+    conclude,
+    fence,
+)
+from genapi.types.ids import WorkerId
+from genapi.types.policy import PolicyVersion
+from genapi.types.worker import Evidence, Fence, FenceStrength, Outcome, Recovery
+
+OLD = PolicyVersion(run="r", step=2).label
+NEW = PolicyVersion(run="r", step=3).label
+A, B = (WorkerId(provider="vllm", instance=name) for name in "ab")
+DONE = Answer(Observed.DONE)
+LOST = Answer(Observed.LOST)
+DEAD = Answer(Observed.DEAD)
+
+Script = Mapping[tuple[Op, WorkerId], Answer]
+
+
+def shown(label: str, *, paused: bool = False) -> Answer:
+    return Answer(Observed.DONE, facts={"label": label, "paused": paused})
+
+
+GOOD: Mapping[Op, Answer] = {
+    Op.INSPECT: shown(OLD),
+    Op.READ: shown(NEW),
+    Op.PROBE: shown(NEW),
+}
+
+
+def transaction(
+    *,
+    fences: Mapping[WorkerId, Fence] | None = None,
+    acknowledged: bool = False,
+    finish_sets_label: bool = True,
+) -> Transaction:
+    return Transaction(
+        label=NEW,
+        workers={worker: Progress(fence=(fences or {}).get(worker)) for worker in (A, B)},
+        acknowledged=acknowledged,
+        finish_sets_label=finish_sets_label,
+    )
+
+
+class Played:
+    """One publication whose workers answer as the script says, and well where it says nothing."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        tx: Transaction | None = None,
+        fails: Act | None = None,
+        cancel_in: Phase | None = None,
+    ) -> None:
+        self.asked: list[tuple[Op, WorkerId]] = []
+        self.phases: list[Phase] = []
+        self.tx, commands = begin(tx or transaction())
+        todo: list[Command] = list(commands)
+        while not self.tx.ended:
+            if self.tx.phase not in self.phases:
+                self.phases.append(self.tx.phase)
+                if self.tx.phase is cancel_in:
+                    self.tx, commands = advance(self.tx, Cancelled())
+                    todo += commands
+            command = todo.pop(0)
+            match command:
+                case Ask(worker, op):
+                    self.asked.append((op, worker))
+                    answer = script.get((op, worker), GOOD.get(op, DONE))
+                    self.tx, commands = advance(self.tx, Answered(worker, op, answer))
+                case Acted(act):
+                    event = ActFailed(act, "no") if act is fails else ActDone(act)
+                    self.tx, commands = advance(self.tx, event)
+                case _:
+                    commands = ()
+            todo += commands
+
+    def verdict(self, worker: WorkerId) -> Verdict:
+        return conclude(self.tx, self.tx.workers[worker], VERDICTS)
+
+    def fence(self, worker: WorkerId) -> Fence | None:
+        return fence(self.tx, self.tx.workers[worker], self.verdict(worker))
+
+
+def test_a_worker_that_died_in_the_session_is_asked_nothing_more() -> None:
+    played = Played({(Op.BEGIN, B): DEAD})
+    later = played.asked[played.asked.index((Op.BEGIN, B)) + 1 :]
+    assert later == [(Op.CLOSE, A), (Op.READ, A)]
+    assert played.verdict(B).recovery is Recovery.RESTART_THEN_PUBLISH
+
+
+def test_an_empty_session_that_was_closed_again_leaves_its_worker_untouched() -> None:
+    played = Played({(Op.BEGIN, B): LOST, (Op.READ, A): shown(OLD)})
+    assert played.verdict(A) == Verdict(
+        Outcome.UNTOUCHED, Evidence.SESSION_CLOSED_EMPTY, Recovery.REPUBLISH
+    )
+    barrier = played.fence(A)
+    assert barrier is not None
+    assert barrier.strength is FenceStrength.PAUSED
+
+
+def test_a_session_that_was_closed_with_a_part_of_the_weights_leaves_its_worker_dirty() -> None:
+    played = Played({(Op.READ, A): shown(OLD)}, fails=Act.SEND)
+    assert (Op.UPDATE, A) in played.asked
+    assert played.verdict(A) == Verdict(Outcome.DIRTY, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
+
+
+@pytest.mark.parametrize(
+    ("read", "evidence"),
+    [
+        (LOST, Evidence.NO_ANSWER),
+        (Answer(Observed.REFUSED), Evidence.NO_ANSWER),
+        (shown(OLD), Evidence.OTHER_LABEL),
+    ],
+)
+def test_a_session_that_may_be_open_is_unknown_by_what_was_read_if_anything_was(
+    read: Answer, evidence: Evidence
+) -> None:
+    script = {(Op.CLOSE, A): LOST, (Op.READ, A): read}
+    played = Played(script, cancel_in=Phase.TRANSFER)
+    assert played.verdict(A) == Verdict(Outcome.UNKNOWN, evidence, Recovery.CLOSE_THEN_REPUBLISH)
+
+
+def test_a_close_that_fails_is_not_taken_for_one_that_closed() -> None:
+    no = Answer(Observed.NO_SESSION)
+    played = Played({(Op.CLOSE, A): no, (Op.READ, A): shown(OLD)}, fails=Act.SEND)
+    assert played.verdict(A).outcome is Outcome.UNKNOWN
+
+
+def test_an_old_fence_outlives_a_publication_that_did_not_reach_its_worker() -> None:
+    old = Fence(
+        strength=FenceStrength.DEAD, reason="it died", recovery=Recovery.RESTART_THEN_PUBLISH
+    )
+    refused = Answer(Observed.REFUSED, "restart it first")
+    played = Played({(Op.INSPECT, B): refused}, tx=transaction(fences={B: old}))
+    assert played.tx.phase is Phase.RELEASED
+    assert played.verdict(B) == Verdict(
+        Outcome.UNTOUCHED, Evidence.NOT_BEGUN, Recovery.RESTART_THEN_PUBLISH
+    )
+    assert played.fence(B) == old
+    assert played.fence(A) is None
+
+
+def test_a_fenced_worker_is_never_released_by_a_publication_that_failed() -> None:
+    old = Fence(strength=FenceStrength.PAUSED, reason="held", recovery=Recovery.REPUBLISH)
+    played = Played({(Op.CONFIRM, A): LOST}, tx=transaction(fences={B: old}))
+    assert [worker for op, worker in played.asked if op is Op.RESUME] == [A]
+    assert played.fence(B) == old
+
+
+def broken() -> Script:
+    return {(Op.INSPECT, worker): shown(NEW + "!updating", paused=True) for worker in (A, B)}
+
+
+def test_a_worker_that_cannot_be_healed_has_to_be_restarted() -> None:
+    played = Played({**broken(), (Op.HEAL, A): Answer(Observed.REJECTED)})
+    assert played.verdict(A) == Verdict(
+        Outcome.DIRTY, Evidence.REJECTED, Recovery.RESTART_THEN_PUBLISH
+    )
+    barrier = played.fence(A)
+    assert barrier is not None
+    assert barrier.recovery is Recovery.RESTART_THEN_PUBLISH
+    assert Op.RESUME not in {op for op, _ in played.asked}
+
+
+def test_a_worker_whose_healing_was_not_answered_is_healed_the_next_time() -> None:
+    played = Played({**broken(), (Op.HEAL, A): LOST})
+    for worker in (A, B):
+        assert played.verdict(worker) == Verdict(
+            Outcome.UNTOUCHED, Evidence.NOT_BEGUN, Recovery.CLOSE_THEN_REPUBLISH
+        )
+        assert played.fence(worker) is not None
+
+
+def test_a_lost_reply_to_an_update_goes_on_only_if_the_sender_knows_that_it_was_taken() -> None:
+    script = {(Op.UPDATE, A): LOST}
+    known = Played(script, tx=transaction(acknowledged=True))
+    assert known.tx.committed
+    assert Phase.CLOSE not in known.phases
+    unknown = Played(script, tx=transaction(acknowledged=False))
+    assert not unknown.tx.committed
+    assert Phase.FINISH not in unknown.phases
+
+
+def test_a_lost_reply_to_finish_is_decided_by_the_label_that_it_carries() -> None:
+    played = Played({(Op.FINISH, A): LOST})
+    assert played.tx.committed
+    held = Played({(Op.FINISH, A): LOST, (Op.READ, A): shown(OLD)})
+    assert not held.tx.committed
+    assert held.verdict(A).outcome is Outcome.UNKNOWN
+
+
+def test_a_label_of_its_own_is_not_set_where_finish_was_not_answered() -> None:
+    apart = transaction(finish_sets_label=False)
+    played = Played({(Op.FINISH, A): LOST}, tx=apart)
+    assert Op.LABEL not in {op for op, _ in played.asked}
+    assert not played.tx.committed
+
+
+def test_a_label_of_its_own_is_set_after_every_session_was_closed_and_its_reply_may_be_lost() -> (
+    None
+):
+    played = Played({(Op.LABEL, B): LOST}, tx=transaction(finish_sets_label=False))
+    assert played.tx.committed
+    order = [op for op, _ in played.asked]
+    assert order.index(Op.LABEL) > max(i for i, op in enumerate(order) if op is Op.FINISH)
+
+
+def test_where_finish_carries_the_label_none_is_set_apart() -> None:
+    assert Op.LABEL not in {op for op, _ in Played({}).asked}
+
+
+def test_a_resume_that_fails_fences_its_worker_and_lets_the_others_serve() -> None:
+    played = Played({(Op.RESUME, A): Answer(Observed.REFUSED, "still paused")})
+    assert played.verdict(A) == Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, Recovery.REPUBLISH)
+    barrier = played.fence(A)
+    assert barrier is not None
+    assert barrier.reason == "resume: refused: still paused"
+    assert played.fence(B) is None
+    assert (Op.PROBE, A) not in played.asked
+
+
+def test_an_event_after_the_end_is_refused() -> None:
+    played = Played({})
+    with pytest.raises(ValueError, match="has ended"):
+        advance(played.tx, Cancelled())
+
+
+def test_an_answer_that_nobody_waits_for_is_refused() -> None:
+    tx, _ = begin(transaction())
+    with pytest.raises(ValueError, match="nobody waits for pause"):
+        advance(tx, Answered(A, Op.PAUSE, DONE))
