@@ -28,6 +28,7 @@ class Member:
         url: where it is administered.
         id: which life; None = never read.
         facts: what the last inspection showed.
+        held: the last label of this life that named a version.
         fence: why it gets no traffic.
         told: the fence that a board or a read tells of, which they can lift; None = none.
         suspect: it refused a connection or died: read it again before using it.
@@ -39,6 +40,7 @@ class Member:
     url: str
     id: WorkerId | None = None
     facts: WorkerFacts | None = None
+    held: object = None
     fence: Fence | None = None
     told: Fence | None = None
     suspect: bool = False
@@ -58,16 +60,22 @@ class Member:
     def note_label(self, label: object) -> None:
         """Take in a label that was read back."""
         if self.facts is not None and isinstance(label, str):
-            self.facts = replace(self.facts, label=label)
+            self.hold(replace(self.facts, label=label))
             self.notes += 1
             self.on_change()
+
+    def hold(self, facts: WorkerFacts) -> None:
+        """Take in what was read of this life."""
+        self.facts = facts
+        if parse_label(facts.label) is not None:
+            self.held = facts.label
 
     @property
     def sight(self) -> Sight | None:
         """What the last completed read showed of its version; None = that no longer counts."""
         if self.id is None or self.facts is None or self.suspect:
             return None
-        return Sight(self.id, self.facts.label, self.fence is None)
+        return Sight(self.id, self.facts.label, self.fence is None, self.held)
 
     @property
     def is_paused(self) -> bool:
@@ -174,7 +182,9 @@ class Membership:
         if facts.instance is None and member.suspect:
             self._lives[url] = self._lives.get(url, 0) + 1
         known = member.id
-        member.facts = facts
+        if known != identity:
+            member.held = None
+        member.hold(facts)
         member.id = identity
         member.suspect = False
         if known is not None and known != identity:
@@ -190,8 +200,7 @@ class Membership:
                     ),
                 )
                 member.told = member.fence
-        else:
-            self._lift(member)
+        self._lift(member)
         if member.sight != before:
             self._changed()
         return identity

@@ -90,6 +90,9 @@ class World:
                 worker.paused = True
                 yield
             for worker in group:
+                worker.label = target.updating_label
+                yield
+            for worker in group:
                 worker.made_by = target
                 yield
                 worker.label = target.label
@@ -117,12 +120,20 @@ class World:
             self.seen, self.seen_from = {}, self.now
         elif len(self.seen) < len(self.workers):
             worker = self.workers[len(self.seen)]
-            self.seen[worker.name] = Sight(worker.id, worker.label)
+            self.seen[worker.name] = Sight(worker.id, worker.label, held=self._held(worker))
         else:
             self.known = dict(self.seen)
-            self.known_from = dict.fromkeys(self.seen, self.seen_from)
+            for name, sight in self.seen.items():
+                if sight is not None and sight.version(RUN) is not None:
+                    self.known_from[name] = self.seen_from
             self.rounds.end()
             self._answer()
+
+    def _held(self, worker: Worker) -> object:
+        last = self.known[worker.name]
+        if last is None or last.worker != worker.id:
+            return None
+        return last.label if last.version(RUN) is not None else last.held
 
     def _answer(self) -> None:
         for request in self.requests:
@@ -227,8 +238,8 @@ def interleavings(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def test_one_publication_beside_one_request_in_every_order() -> None:
     judged: set[tuple[int | None, int | None]] = set()
     orders = 0
-    # pause, load, label, resume and note; send, one token, end; two reads of one worker.
-    for order in interleavings((5, 3, 6)):
+    # pause, mark, load, label, resume and note; send, one token, end; two reads of one worker.
+    for order in interleavings((6, 3, 6)):
         world = World(1)
         world.rounds.ask()
         if all(world.go_on(kind) for kind in order):
@@ -283,7 +294,9 @@ TWO = WorkerId(provider="vllm", component="w1", instance="1")
         ("genapi:r:7:1", "genapi:r:9:1", (7, 9)),
         ("genapi:r:7:1", "default", (7, None)),
         ("genapi:r:7:1", None, (7, None)),
-        ("genapi:r:7:1", "genapi:r:8:1!updating", (7, None)),
+        # It goes on to what it is updated to.
+        ("genapi:r:7:1", "genapi:r:8:1!updating", (7, 8)),
+        ("genapi:r:7:1", "genapi:other:8:1!updating", (7, None)),
         ("genapi:r:7:1", "genapi:other:8:1", (7, None)),
         ("default", "genapi:r:8:1", (None, 8)),
         ("genapi:r:7:1!updating", "genapi:r:8:1", (None, 8)),
@@ -327,9 +340,17 @@ def test_the_label_of_a_fenced_worker_says_nothing_of_its_weights() -> None:
     assert infer({"w": known}, Reading({"w": fenced}), run=RUN) == (version(7), None)
 
 
+def test_a_worker_that_is_being_updated_serves_nothing_older_than_it_held_before() -> None:
+    updating = Sight(ONE, "genapi:r:8:1!updating", held="genapi:r:7:1")
+    later = Reading({"w": Sight(ONE, "genapi:r:8:1")})
+    assert infer({"w": updating}, later, run=RUN) == (version(7), version(8))
+    assert infer({"w": updating._replace(proved=False)}, later, run=RUN) == (None, version(8))
+    assert infer({"w": updating._replace(label="default")}, later, run=RUN) == (None, version(8))
+
+
 def test_a_record_of_versions_bounds_from_above_what_labels_leave_open() -> None:
     before = {"w0": Sight(ONE, "genapi:r:7:1"), "w1": Sight(TWO, "genapi:r:8:1")}
-    after = {"w0": Sight(ONE, "genapi:r:9:1!updating"), "w1": Sight(TWO, "genapi:r:8:1")}
+    after = {"w0": Sight(ONE, "default"), "w1": Sight(TWO, "genapi:r:8:1")}
     assert infer(before, Reading(after), run=RUN) == (version(7), None)
     assert infer(before, Reading(after, feed=version(9)), run=RUN) == (version(7), version(9))
     assert infer(before, Reading(after, feed=version(7)), run=RUN) == (version(7), version(8))

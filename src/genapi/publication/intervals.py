@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from genapi.types.ids import WorkerId
-from genapi.types.policy import PolicyTrace, PolicyVersion, Span, TraceSource, parse_label
+from genapi.types.policy import (
+    PolicyTrace,
+    PolicyVersion,
+    Span,
+    TraceSource,
+    parse_label,
+    parse_updating_label,
+)
 
 __all__ = ("Interval", "Reading", "Rounds", "Sight", "Sights", "infer", "inferred_trace")
 
@@ -22,15 +29,30 @@ class Sight(NamedTuple):
         worker: which life of the server answered.
         label: its weight label.
         proved: False when the worker is fenced: its label then says nothing of its weights.
+        held: the last label that an earlier read of the same life showed and that named a version.
     """
 
     worker: WorkerId
     label: object
     proved: bool = True
+    held: object = None
 
     def version(self, run: str | None) -> PolicyVersion | None:
         """The policy it holds; None = UNKNOWN."""
         return parse_label(self.label, run=run) if self.proved else None
+
+    def floor(self, run: str | None) -> PolicyVersion | None:
+        """The oldest policy that it may serve from now on: while it is updated, the last one."""
+        if not self.proved:
+            return None
+        updating = parse_updating_label(self.label, run=run) is not None
+        return parse_label(self.held if updating else self.label, run=run)
+
+    def ceiling(self, run: str | None) -> PolicyVersion | None:
+        """The newest policy that it may have served: while it is updated, that comes next."""
+        if not self.proved:
+            return None
+        return parse_label(self.label, run=run) or parse_updating_label(self.label, run=run)
 
 
 Sights = Mapping[str, Sight | None]
@@ -68,8 +90,8 @@ def infer(before: Sights, after: Reading, *, run: str | None) -> Interval:
     """
     if not before or not _same_lives(before, after.sights):
         return Interval()
-    lows = [sight.version(run) for sight in before.values() if sight is not None]
-    highs = [sight.version(run) for sight in after.sights.values() if sight is not None]
+    lows = [sight.floor(run) for sight in before.values() if sight is not None]
+    highs = [sight.ceiling(run) for sight in after.sights.values() if sight is not None]
     if after.feed is not None:
         highs = [after.feed, *[version for version in highs if version is not None]]
     lo, hi = _end(lows, newest=False), _end(highs, newest=True)
