@@ -293,7 +293,7 @@ class Drive:
     async def _answer(self, worker: WorkerId, op: Op) -> Answer:
         try:
             if op not in READS:
-                await self._ledger.check()
+                await self._ledger.check((self._version, self.tx.phase, self.tx.updates))
             return await self._call(worker, op)
         except TransportError as error:
             if error.refused and op is not Op.INSPECT:

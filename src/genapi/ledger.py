@@ -16,7 +16,7 @@ from genapi.types.worker import Fence
 __all__ = ("Ledger",)
 
 _FRESH_S = 0.05
-"""How long a check counts for the other calls of one fan-out."""
+"""How long a check counts for the other calls of one fan-out, and only for them."""
 
 
 class Ledger:
@@ -26,7 +26,7 @@ class Ledger:
         self._board = board
         self._holder = new_holder()
         self._lease: Lease | None = None
-        self._checked_at = -1.0
+        self._checked: tuple[object, float] = (None, -1.0)
         self._checking = asyncio.Lock()
 
     async def take(self, run: str | None) -> BoardState | None:
@@ -47,15 +47,20 @@ class Ledger:
         """The version that a publication which did not commit was moving workers to."""
         return self._lease.state.target if self._lease is not None else None
 
-    async def check(self) -> None:
-        """Raise `SupersededError` unless this publisher holds the lease."""
+    async def check(self, fan_out: object) -> None:
+        """Raise `SupersededError` unless this publisher holds the lease.
+
+        Args:
+            fan_out: which calls it is for: those of one fan-out share a look at the board.
+        """
         if self._lease is None:
             return
+        clock = asyncio.get_running_loop().time
         async with self._checking:
-            now = asyncio.get_running_loop().time()
-            if now - self._checked_at > _FRESH_S:
+            of, at = self._checked
+            if of != fan_out or clock() - at > _FRESH_S:
                 await self._lease.check()
-                self._checked_at = asyncio.get_running_loop().time()
+                self._checked = (fan_out, clock())
 
     async def intend(
         self, target: PolicyVersion, workers: Iterable[tuple[WorkerId, Fence | None]]

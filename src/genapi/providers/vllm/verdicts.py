@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from genapi.errors import ReplyError
 from genapi.providers.vllm.errors import (
     BAD_GATEWAY,
     FORBIDDEN,
@@ -80,9 +81,15 @@ PATTERNS: tuple[Pattern, ...] = (
 
 
 def answer_of(op: Op, reply: HTTPReply) -> Answer:
-    """What a worker's reply to an operation is."""
+    """What a worker's reply to an operation is; an error inside a 200 is an error."""
     if reply.ok:
-        return Answer(Observed.DONE)
+        try:
+            body = reply.json_object() if reply.body else {}
+        except ReplyError as error:
+            # Something in between has written it: what the worker did nobody can say.
+            return Answer(Observed.LOST, str(error))
+        if not body.get("error") and body.get("success") is not False:
+            return Answer(Observed.DONE)
     text = error_text(reply.body).message
     inner = _WORKER.search(text)
     detail = f"{reply.status}: {inner[1] if inner else text}"
