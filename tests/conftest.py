@@ -10,6 +10,10 @@ hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
 hypothesis.settings.register_profile(
     "ci", max_examples=200, deadline=None, derandomize=True, print_blob=True
 )
+# A few examples that no run had before; `tests/property/test_fresh_examples.py` runs them.
+hypothesis.settings.register_profile(
+    "fresh", max_examples=50, deadline=None, database=None, print_blob=True
+)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

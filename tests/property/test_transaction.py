@@ -240,3 +240,13 @@ def test_an_event_that_nobody_waits_for_is_refused() -> None:
 def _fresh(fence: Fence | None = None) -> Transaction:
     worker = WorkerId(provider="vllm", instance="0")
     return Transaction(label=NEW, workers={worker: Progress(fence=fence)}, acknowledged=True)
+
+
+def test_the_diagram_has_one_arrow_for_success_and_one_for_failure_where_they_differ() -> None:
+    lines = mermaid().splitlines()
+    assert lines[:2] == ["stateDiagram-v2", "    [*] --> preflight"]
+    assert "    begin --> transfer" in lines
+    assert "    begin --> close: fails" in lines
+    assert "    release --> released" in lines
+    assert not [line for line in lines if line.startswith("    release --> released:")]
+    assert lines[-3:] == ["    done --> [*]", "    released --> [*]", "    held --> [*]"]

@@ -125,24 +125,33 @@ def react(truth: Truth, call: Call, fate: Fate) -> tuple[Truth, Answer]:
     if truth.dead:
         refused = Observed.NOT_SENT if call.op is Op.INSPECT else Observed.DEAD
         return truth, Answer(refused)
-    done, answer = _apply(truth, call)
-    spoilt = replace(truth, content=(GARBAGE,) * BUCKETS, poisoned=True)
-    outcomes: Mapping[Fate, Callable[[], tuple[Truth, Answer]]] = {
-        Fate.DONE: lambda: (done, answer),
-        Fate.LOST_AFTER: lambda: (done, Answer(Observed.LOST)),
-        Fate.LOST_BEFORE: lambda: (truth, Answer(Observed.LOST)),
-        Fate.NOT_SENT: lambda: (truth, Answer(Observed.NOT_SENT)),
-        Fate.DEAD: lambda: (DEAD, Answer(Observed.DEAD)),
-        Fate.REPLACED: lambda: _apply(replace(RESTARTED, replaced=True), call),
-        # A probe that fails has read who answers, and under which label.
-        Fate.REFUSED: lambda: (
-            _drop(truth, call),
-            Answer(Observed.REFUSED, facts=answer.facts if call.op is Op.PROBE else {}),
-        ),
-        Fate.REJECTED: lambda: (_drop(spoilt, call), Answer(Observed.REJECTED)),
-        Fate.PEER_LOST: lambda: (broken_off(truth, call), Answer(Observed.PEER_LOST)),
-    }
-    return outcomes[fate]()
+    match fate:
+        case Fate.DONE:
+            return _apply(truth, call)
+        case Fate.LOST_AFTER:
+            return _apply(truth, call)[0], Answer(Observed.LOST)
+        case Fate.REPLACED:
+            return _apply(replace(RESTARTED, replaced=True), call)
+        case Fate.LOST_BEFORE | Fate.NOT_SENT:
+            lost = Observed.LOST if fate is Fate.LOST_BEFORE else Observed.NOT_SENT
+            return truth, Answer(lost)
+        case _:
+            return _fail(truth, call, fate)
+
+
+def _fail(truth: Truth, call: Call, fate: Fate) -> tuple[Truth, Answer]:
+    match fate:
+        case Fate.REJECTED:
+            spoilt = replace(truth, content=(GARBAGE,) * BUCKETS, poisoned=True)
+            return _drop(spoilt, call), Answer(Observed.REJECTED)
+        case Fate.PEER_LOST:
+            return broken_off(truth, call), Answer(Observed.PEER_LOST)
+        case Fate.DEAD:
+            return DEAD, Answer(Observed.DEAD)
+        case _:
+            # A probe that fails has read who answers, and under which label.
+            seen = _apply(truth, call)[1].facts if call.op is Op.PROBE else {}
+            return _drop(truth, call), Answer(Observed.REFUSED, facts=seen)
 
 
 def broken_off(truth: Truth, call: Call) -> Truth:

@@ -190,3 +190,18 @@ def test_no_token_older_than_the_window_is_trained_on_unless_the_user_keeps_it(
             assert not kept or (step is not None and consumer - step <= max_lag)
     if np.all(verdict.token_mask) and steps and verdict.reason is None:
         assert verdict.accepted
+
+
+def test_an_impure_sample_that_is_dropped_still_says_how_old_it_is() -> None:
+    window = OffPolicyWindow(max_lag=3, require_pure=True)
+    assert said(window.judge(trace(4, pure=False), 6)) == (N, 2, [N], DropReason.IMPURE)
+    assert said(window.judge(trace(None, pure=False), 6)) == (N, None, [N], UNKNOWN)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "mask", "keep", "withhold"])
+def test_every_mask_is_of_booleans_and_read_only(on_stale: OnStale) -> None:
+    window = OffPolicyWindow(max_lag=1, on_stale=on_stale)
+    for sample in (trace(5, 5), trace(1, 5), trace(1, 1), trace()):
+        mask = window.judge(sample, 5).token_mask
+        assert mask.dtype == np.bool_
+        assert not mask.flags.writeable

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from genapi.errors import ReplyError
+from genapi.errors import ConfigError, ReplyError
 from genapi.wire.flow import call, calls
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 from genapi.wire.origin import is_loopback, origin
@@ -105,3 +105,23 @@ def test_what_is_no_url_has_no_origin_and_shows_no_password() -> None:
 )
 def test_loopback_is_what_is_written_as_this_host(host: str, here: bool) -> None:
     assert is_loopback(f"http://{host}:8000") is here
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"<html>"])
+def test_an_answer_that_cannot_be_read_says_where_it_came_from(body: bytes) -> None:
+    reply = HTTPReply(503, body, {}, "http://w1:8001/health")
+    with pytest.raises(ReplyError, match=r"from http://w1:8001/health \(status 503\)") as caught:
+        reply.json_object()
+    error = caught.value
+    assert (error.body, error.status, error.url) == (body, 503, "http://w1:8001/health")
+
+
+def test_what_has_no_form_in_json_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written as JSON: .*object"):
+        json_body({"options": object()})
+
+
+def test_a_password_with_an_at_sign_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        origin("//user:p@ss@host")
+    assert str(caught.value) == "'host' is not an origin; write scheme://host:port"

@@ -137,3 +137,11 @@ def test_a_lost_reply_is_asked_for_again_only_where_the_policy_allows_it(phase: 
 )
 def test_what_sending_again_does_not_mend_is_not_sent_again(error: GenAPIError) -> None:
     assert wait(error) is None
+
+
+def test_a_wait_that_a_server_asks_for_may_be_as_long_as_the_policy_says() -> None:
+    policy = RetryPolicy(max_retry_after_s=3.0)
+    for asked, wait in ((3.0, 3.0), (3.1, None)):
+        error = OverloadedError("later", status=429)
+        error.retry_after_s = asked
+        assert retry_wait_s(error, policy, attempt=1, chance=0.5) == wait

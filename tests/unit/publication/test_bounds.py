@@ -89,3 +89,32 @@ def test_a_whole_version_brings_its_own_run_and_only_an_exact_one_its_attempt() 
 def test_a_trace_is_described_in_the_order_of_its_tokens() -> None:
     mixed = trace((v(7), v(7)), (v(7), v(7)), (v(7), v(8)), (None, None))
     assert describe(mixed) == ("genapi:r:7:1 then genapi:r:7:1..genapi:r:8:1 then UNKNOWN..UNKNOWN")
+
+
+def test_a_bound_reads_as_it_was_asked_for() -> None:
+    assert str(Bound("min_version", 7, None)) == "min_version=7"
+    assert str(Bound("min_version", 7, "r")) == "min_version=7 of run 'r'"
+    assert str(Bound("exact_version", 7, "r", 2)) == "exact_version=7, attempt 2 of run 'r'"
+
+
+def test_bounds_of_a_request_are_named_and_of_the_fleets_run() -> None:
+    both = asked(min_version=3, exact_version=5)
+    assert bounds_of(both, run="r", labels=[v(1, run="other").label]) == (
+        Bound("min_version", 3, "r"),
+        Bound("exact_version", 5, "r"),
+    )
+    whole = asked(min_version=v(3, 2), exact_version=v(5, 2))
+    assert bounds_of(whole, run=None, labels=[]) == (
+        Bound("min_version", 3, "r"),
+        Bound("exact_version", 5, "r", 2),
+    )
+
+
+def test_a_step_that_could_be_of_several_runs_says_what_to_do() -> None:
+    labels = [v(1, run="b").label, v(1, run="a").label, "default"]
+    with pytest.raises(ConfigError) as caught:
+        bounds_of(asked(min_version=1), run=None, labels=labels)
+    assert str(caught.value) == (
+        "the workers' labels name several runs (a, b), so a step alone names no version: connect "
+        "with run=..., or give a PolicyVersion"
+    )

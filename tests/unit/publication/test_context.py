@@ -66,3 +66,14 @@ def test_a_salt_of_another_run_bounds_nothing_of_this_one() -> None:
 
 def test_a_carried_context_is_the_oldest_also_where_versions_go_back() -> None:
     assert contexts(V8, V7, rule="carried", salted=V8) == [V8, V7]
+
+
+def test_tokens_of_an_interval_have_no_known_context_and_nor_has_what_is_carried_over_them() -> (
+    None
+):
+    spans = (Span(start=0, end=1, lo=V7, hi=V8), Span(start=1, end=2, lo=V8, hi=V8))
+    inferred = PolicyTrace(spans=spans, source="engine")
+    for rule, expected in (("own", [None, V8]), ("carried", [None, None])):
+        rules: dict[PolicyVersion, ContextRule] = dict.fromkeys((V7, V8), rule)  # type: ignore[arg-type]
+        found = with_contexts(inferred, rules, salted=V7)
+        assert [span.context for span in found.spans] == expected
