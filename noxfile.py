@@ -65,6 +65,7 @@ class Environment:
     extras: tuple[str, ...] = ()
     torch: bool = False
     tools: bool = False
+    also: tuple[str, ...] = ()
     limit_mb: int
 
     @property
@@ -86,7 +87,7 @@ class Environment:
         if self.torch:
             self._pip("install", "-c", str(PINS), "torch", remedy=NO_TORCH)
         pinned = ("-r", str(PINS)) if self.tools else ("-c", str(PINS))
-        self._pip("install", *pinned, "-e", f"{ROOT}[{','.join(self.extras)}]")
+        self._pip("install", *pinned, *self.also, "-e", f"{ROOT}[{','.join(self.extras)}]")
         self._inspect()
         stamp.write_text(self._made_from())
 
@@ -117,7 +118,23 @@ DEV = Environment(
     tools=True,
     limit_mb=2500,
 )
+MUTATION = dataclasses.replace(DEV, name="mutation", also=("mutmut==3.8.1",))
 DEMO = Environment(name="demo", extras=("embedded",), limit_mb=400)
+MUTATED = """
+[tool.mutmut]
+source_paths = ["src"]
+only_mutate = ["src/genapi/publication/*.py", "src/genapi/offpolicy.py", "src/genapi/wire/*.py"]
+pytest_add_cli_args = ["-p", "no:randomly", "-p", "no:cacheprovider"]
+pytest_add_cli_args_test_selection = [
+    "tests/unit/publication", "tests/unit/types", "tests/unit/providers",
+    "tests/unit/test_control.py", "tests/unit/test_offpolicy.py",
+    "tests/unit/test_wire_addresses.py",
+    "tests/unit/test_wire_http.py", "tests/unit/test_wire_retry.py", "tests/unit/test_wire_sse.py",
+    "tests/property/test_intervals.py", "tests/property/test_sse.py",
+    "tests/property/test_transaction.py", "tests/explore",
+    "-k", "not two_workers and not two_publishers and not superseded and not leaves_out",
+]
+"""  # what is mutated, and the quick tests that have to notice
 ENGINES = ("torch", "vllm")  # the first has torch and nothing else: what engine_side may count on
 
 
@@ -235,16 +252,33 @@ def demo(session: nox.Session) -> None:
     run(session, DEMO, "python", "-m", "genapi.demo", *session.posargs)
 
 
-@nox.session(venv_backend="none")
-def engines(session: nox.Session) -> None:
-    """Install real engines and run the tests that need them; arguments after `--` go to pytest."""
+def install_engines(session: nox.Session) -> None:
+    """Make the environments of real engines and tell the session's programs where they are."""
     try:
         for name in ENGINES:
             session.env[f"GENAPI_ENGINE_{name.upper()}"] = str(engine_environment(name))
     except BrokenEnvironmentError as error:
         session.error(str(error))
-    arguments = session.posargs or ["tests/engines"]
+
+
+@nox.session(venv_backend="none")
+def engines(session: nox.Session) -> None:
+    """Install real engines and run the tests that need them; arguments after `--` go to pytest."""
+    install_engines(session)
+    arguments = session.posargs or ["tests/engines", "tests/chaos"]
     run(session, DEV, "python", "-m", "pytest", "-m", "engine", *arguments)
+
+
+@nox.session(venv_backend="none")
+def chaos(session: nox.Session) -> None:
+    """Kill publishers, workers and engines at every phase, and write what follows into the docs.
+
+    It takes half an hour. Arguments after `--` go to pytest; the page is written when all ran.
+    """
+    install_engines(session)
+    session.env["GENAPI_FAILURES"] = str(ROOT / "docs" / "guide" / "failures.md")
+    arguments = session.posargs or ["tests/chaos", "tests/contract/test_chaos.py"]
+    run(session, DEV, "python", "-m", "pytest", "-m", "chaos", *arguments)
 
 
 @nox.session(venv_backend="none")
@@ -260,6 +294,33 @@ def bench(session: nox.Session) -> None:
     """Measure: client CPU per call by HTTP client, and a publication by the number of workers."""
     for name in ("http_clients", "publication"):
         run(session, DEV, "python", f"benchmarks/{name}.py")
+
+
+@nox.session(venv_backend="none")
+def explore(session: nox.Session) -> None:
+    """Explore the publication table further than the tests do: minutes; prints what it visits."""
+    session.env["PYTHONPATH"] = str(ROOT)
+    run(session, DEV, "python", "-m", "tests.explore", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Mutate the pure packages and list what no test notices; arguments go to `mutmut run`."""
+    place = ROOT / ".nox" / "mutated"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name in ("src", "tests"):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8") + MUTATED
+    (place / "pyproject.toml").write_text(settings, encoding="utf-8")
+    session.env["HYPOTHESIS_PROFILE"] = "ci"
+    session.env["PYTHONPATH"] = str(ROOT)
+    if message := trouble(MUTATION):
+        session.error(message)
+    with session.chdir(place):
+        run(session, MUTATION, "mutmut", "run", *session.posargs)
+        run(session, MUTATION, "mutmut", "results")
+        run(session, MUTATION, "python", "-m", "tests.explore.rows")
 
 
 @nox.session(venv_backend="none")

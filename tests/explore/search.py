@@ -87,6 +87,7 @@ class Setting:
         acknowledged: whether the sender knows that a bucket was taken.
         finish_sets_label: whether FINISH carries the label.
         marks: whether labels are written ahead.
+        join: whether the group has to be built.
         min_workers: how many proved workers may serve without the others; None = all have to be.
         exact: whether states keep what nothing reads again.
     """
@@ -97,6 +98,7 @@ class Setting:
     acknowledged: bool = True
     finish_sets_label: bool = True
     marks: bool = True
+    join: bool = True
     min_workers: int | None = None
     exact: bool = False
 
@@ -277,6 +279,7 @@ class Search:
             acknowledged=self.setting.acknowledged,
             finish_sets_label=self.setting.finish_sets_label,
             marks=self.setting.marks,
+            join=self.setting.join,
             min_workers=self.setting.min_workers,
         )
         held = [truth.label for truth in truths.values()]
