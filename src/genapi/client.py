@@ -118,7 +118,7 @@ class Client:
                 continue
             if is_undated(run, response):
                 response = await self._versions.dated(run, response)
-            if not run.is_bound or self._versions.is_asked_for(run, response):
+            if self._versions.is_asked_for(run, response):
                 return response
             await self._versions.before_another(run)
 
@@ -262,6 +262,7 @@ class Client:
             wire_id=f"genapi-{uuid.uuid4().hex}",
             url=url,
             member=member,
+            worker=member.id if member else None,
             salted=membership.committed if membership.salted else None,
             before=self._versions.before(request, member),
         )
@@ -278,7 +279,7 @@ class Client:
             wire_id=sending.wire_id,
             run=membership.run,
             now=time.time(),
-            worker=member.id if member else None,
+            worker=sending.worker,
             logprobs_mode=self._logprobs_mode(),
             remark=sending.remarks.append,
         )
@@ -345,7 +346,7 @@ class Client:
         run.attempts.append(
             Attempt(
                 wire_id=sending.wire_id,
-                worker=member.id if member else None,
+                worker=sending.worker,
                 error=f"{type(error).__name__}: {error}",
             )
         )
@@ -369,9 +370,7 @@ class Client:
         sending = run.current
         assert sending is not None  # noqa: S101 - a reply has a sending
         self._heed(sending.remarks)
-        member = sending.member
-        self._notice_version(run.request, response, member)
-        worker = member.id if member else response.worker
+        worker = sending.worker or response.worker
         attempt = Attempt(wire_id=sending.wire_id, worker=worker)
         rules, salted = self._membership.rules, sending.salted
         outputs = tuple(
@@ -385,16 +384,6 @@ class Client:
                 "outputs": outputs,
             }
         )
-
-    def _notice_version(
-        self, request: GenerateRequest, response: GenerateResponse, member: Member | None
-    ) -> None:
-        """A worker that attests no known version, where one was committed, was restarted."""
-        if member is None or request.lora is not None or self._membership.committed is None:
-            return
-        traces = [o.policy for o in response.outputs if len(o.policy)]
-        if any(t.source == "engine" and t.newest is None for t in traces):
-            member.suspect = True
 
     def _heed(self, remarks: list[str]) -> None:
         if not remarks:
@@ -430,7 +419,7 @@ class Client:
         response = self._finish(run, response)
         if is_undated(run, response):
             response = await self._versions.dated(run, response)
-        if run.is_bound and not self._versions.is_asked_for(run, response):
+        if not self._versions.is_asked_for(run, response):
             raise stale(run, "was not met by a stream whose tokens were handed out already")
         yield Finished(reply=response)
 

@@ -29,6 +29,7 @@ from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import Probe
 from genapi.providers.base import Admin, WorkerFacts
+from genapi.publication.context import context_rule
 from genapi.publication.digest import group_digest, plan_digest
 from genapi.publication.evidence import Answer, Observed, Op
 from genapi.publication.manifest import describe, explain
@@ -531,7 +532,7 @@ class Drive:
             if not is_proved(self.tx, progress):
                 verdict = conclude(self.tx, progress, self._admin.verdicts)
                 barriers[worker] = fence(self.tx, progress, verdict)
-        await self._ledger.commit(self._version, barriers.items())
+        await self._ledger.commit(self._version, barriers.items(), context_rule(self._plan))
         for worker, barrier in barriers.items():
             if barrier is not None:
                 # Whoever is not proved is kept from traffic before the version counts.

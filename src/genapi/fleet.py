@@ -4,14 +4,15 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import NoReturn, Self, TypedDict, Unpack
+from typing import Any, NoReturn, Self, TypedDict, Unpack
 
 import anyio
 
 from genapi.board import Board, open_board
+from genapi.board.base import NOTHING
 from genapi.client import Client
 from genapi.control import Control, fan_out
 from genapi.credentials import Credentials
@@ -56,6 +57,8 @@ _ADMIN_CONNECT_S = 10.0
 """Shorter than a phase of a publication, so that what never connected is known as not sent."""
 _LOOKS_PER_S = 50.0
 """Most workers read in a second to date replies: each read is about ten calls."""
+_OUT_OF_TOUCH = 2.0
+"""After so many `refresh_s` without a request, the next one waits for a look."""
 _FINAL = (AuthError, ConfigError, UnsupportedError)
 """Failures that waiting does not mend."""
 
@@ -164,6 +167,11 @@ class Fleet:
         self._looks: dict[str | None, _Look] = {}
         self._revivals: dict[str, asyncio.Task[dict[str, GenAPIError]]] = {}
         self._revived_at = 0.0
+        self._following: asyncio.Task[None] | None = None
+        self._followed_at = self._asked_at = -math.inf
+        self._lost_touch = False
+        self._turn = 0
+        self._board_token = NOTHING
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -215,6 +223,7 @@ class Fleet:
                 versions,
                 urls=self._target.requests,
                 routed=routed,
+                follow=self._follow,
                 revive=self._revive,
                 look=partial(self._look, None),
             )
@@ -235,11 +244,14 @@ class Fleet:
     async def aclose(self) -> None:
         """Close every connection. Calls in flight end with `TransportError`."""
         self._client = self._control = self._credentials = None
-        revivals, self._revivals = self._revivals, {}
-        for revival in revivals.values():
-            revival.cancel()
-        if revivals:
-            await asyncio.wait(revivals.values())
+        reads: list[asyncio.Task[Any]] = [*self._revivals.values()]
+        if self._following is not None:
+            reads.append(self._following)
+        self._revivals, self._following = {}, None
+        for read in reads:
+            read.cancel()
+        if reads:
+            await asyncio.wait(reads)
         looks, self._looks = self._looks, {}
         for look in looks.values():
             await look.aclose()
@@ -331,7 +343,7 @@ class Fleet:
                     except FleetError as error:
                         missing = str(error)
                     else:
-                        self._membership.settle()
+                        self._settle()
                         return self._membership.snapshot()
                 await anyio.sleep(wait)
                 wait = min(wait * 2, _POLL_S[1])
@@ -382,7 +394,7 @@ class Fleet:
         """All workers as a fresh read shows them. One that does not answer is not healthy."""
         self._requests()
         await self._read(list(self._membership.members))
-        self._membership.settle()
+        self._settle()
         return self._membership.snapshot()
 
     async def inspect(self, url: str, *, timeout_s: float | None = None) -> WorkerFacts:
@@ -426,6 +438,8 @@ class Fleet:
 
     async def _read(self, urls: list[str]) -> dict[str, GenAPIError]:
         """Inspect and take in, the board included; returns the failures."""
+        if len(urls) == len(self._membership.members):
+            self._followed_at = asyncio.get_running_loop().time()
         results = await fan_out({url: partial(self._take_in, url) for url in urls})
         failures = {url: r for url, r in results.items() if isinstance(r, GenAPIError)}
         for url in failures:
@@ -465,13 +479,49 @@ class Fleet:
             ):
                 self._membership.members[url].suspect = True
         sights = {u: None if isinstance(r, GenAPIError) else r for u, r in results.items()}
-        return Reading(sights, feed=await self._heed_board())
+        feed = await self._heed_board()
+        self._settle()
+        return Reading(sights, feed=feed)
+
+    def _settle(self) -> None:
+        """Take the version that all labels agree on, where no board knows better."""
+        if self._board_token == NOTHING and not self._membership.publishing:
+            self._membership.settle()
+
+    async def _follow(self) -> None:
+        """Look now and then at what others may have done; it waits only after a long silence.
+
+        The board tells it, and of what no board tells one worker in turn: what changed there is
+        then looked for everywhere.
+        """
+        if self._membership.publishing or not self._membership.members:
+            return
+        now, refresh_s = asyncio.get_running_loop().time(), self.config.refresh_s
+        silent_s = now - max(self._asked_at, self._followed_at)
+        self._asked_at = now
+        task = self._following
+        if now - self._followed_at > refresh_s and (task is None or task.done()):
+            self._followed_at, self._lost_touch = now, silent_s > _OUT_OF_TOUCH * refresh_s
+            # Owned by the fleet, as above.
+            task = self._following = asyncio.create_task(self._look_around())  # noqa: TID251
+        if task is not None and self._lost_touch:
+            await asyncio.wait([task], timeout=refresh_s)
+
+    async def _look_around(self) -> None:
+        members = self._membership.members
+        url = list(members)[self._turn % len(members)]
+        self._turn += 1
+        with suppress(GenAPIError):
+            token, known = self._board_token, members[url].facts
+            await self._sights([url])
+            if self._board_token != token or _differ(known, members[url].facts):
+                await self._sights([other for other in members if other != url])
 
     async def _heed_board(self) -> PolicyVersion | None:
         """Take in what the board says; returns the newest version that it names."""
         if self.board is None:
             return None
-        state, _ = await self.board.read()
+        state, self._board_token = await self.board.read()
         if state is None:
             return None
         self._membership.heed(state)
@@ -495,7 +545,7 @@ class Fleet:
             failures = await self._read(list(members))
             if len(failures) == len(members):
                 raise next(iter(failures.values()))
-            self._membership.settle()
+            self._settle()
 
     async def _revive(self) -> None:
         """Read suspects again, and who is fenced by hearsay, at most every `refresh_s`.
@@ -521,6 +571,13 @@ class Fleet:
         if stranded and readings:
             # The first who answers is enough; a request's own limit bounds the wait.
             await asyncio.wait(readings, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _differ(known: WorkerFacts | None, now: WorkerFacts | None) -> bool:
+    """Whether somebody has published, paused or restarted between two reads."""
+    if known is None or now is None:
+        return True
+    return (known.instance, known.label, known.paused) != (now.instance, now.label, now.paused)
 
 
 def _exchange(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from genapi.board import Board, Lease, new_holder, take_epoch
 from genapi.types.board import BoardState, BoardWorker
 from genapi.types.ids import WorkerId
-from genapi.types.policy import PolicyVersion
+from genapi.types.policy import ContextRule, PolicyVersion
 from genapi.types.worker import Fence
 
 __all__ = ("Ledger",)
@@ -70,14 +70,19 @@ class Ledger:
             await self._lease.write(phase="publishing", target=target, workers=_rows(workers))
 
     async def commit(
-        self, version: PolicyVersion, workers: Iterable[tuple[WorkerId, Fence | None]]
+        self,
+        version: PolicyVersion,
+        workers: Iterable[tuple[WorkerId, Fence | None]],
+        rule: ContextRule,
     ) -> None:
         """Write that every worker without a fence was proved to hold the version.
 
         Raises `SupersededError`.
         """
         if self._lease is not None:
-            await self._lease.write(phase="idle", committed=version, workers=_rows(workers))
+            await self._lease.write(
+                phase="idle", committed=version, context=rule, workers=_rows(workers)
+            )
 
     async def end(
         self, workers: Iterable[tuple[WorkerId, Fence | None]], *, target: PolicyVersion | None

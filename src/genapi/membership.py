@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from genapi.errors import FleetError
 from genapi.events import Observe, WorkerFenced, ignore
 from genapi.providers.base import Capabilities, WorkerFacts
-from genapi.publication.context import ContextRule
 from genapi.publication.intervals import Sight
 from genapi.types.board import BoardState
 from genapi.types.config import Topology
 from genapi.types.ids import Role, WorkerId
-from genapi.types.policy import PolicyVersion, is_updating_label, parse_label
+from genapi.types.policy import ContextRule, PolicyVersion, is_updating_label, parse_label
 from genapi.types.worker import Fence, FenceStrength, FleetSnapshot, Recovery, WorkerState
 
 __all__ = ("Member", "Membership")
@@ -118,8 +117,8 @@ class Membership:
         members: by address.
         run: the run whose labels count; None until known.
         committed: the newest version that every worker was proved to hold.
-        rules: versions that this process published or adopted itself, with what that guarantees
-            about the context of their tokens.
+        rules: what is guaranteed about the context of a version's tokens, as this process
+            published or adopted it, or as a board tells.
         salted: whether requests carry the committed version in their cache salt.
         publishing: whether this process is publishing now.
         closed: whether new requests wait until its publication has ended.
@@ -226,6 +225,7 @@ class Membership:
         told = board.committed
         if told is None or told.run != self.run or self.publishing:
             return
+        self.rules.setdefault(told, board.context)
         if self.committed is None or told > self.committed:
             self.committed, self.salted = told, True
             for member in self.members.values():
@@ -272,11 +272,14 @@ class Membership:
         During a publication of this very fleet requests go on to the workers, which queue them,
         unless it is `closed`.
         """
-        return [
-            m
-            for m in self.members.values()
-            if m.fence is None and not m.suspect and (self.publishing or not m.is_updating)
-        ]
+        return [m for m in self.members.values() if not m.suspect and not self._bars(m)]
+
+    def _bars(self, member: Member) -> bool:
+        return member.fence is not None or (member.is_updating and not self.publishing)
+
+    def is_barred(self) -> bool:
+        """Whether fences or their own labels keep all workers from traffic, behind a router too."""
+        return bool(self.members) and all(self._bars(m) for m in self.members.values())
 
     def capabilities(self) -> Capabilities | None:
         """What the workers can do, as the first that was read shows; None = none was read."""

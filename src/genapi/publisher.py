@@ -22,7 +22,7 @@ from genapi.fleet import Fleet
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import PROBE_IDS, Probe
-from genapi.publication.context import ContextRule, context_rule
+from genapi.publication.context import context_rule
 from genapi.publication.evidence import Op
 from genapi.publication.numbering import (
     run_of,
@@ -37,6 +37,7 @@ from genapi.publication.verification import Checks, found_of, levels_of
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import (
+    ContextRule,
     PolicyVersion,
     is_updating_label,
     parse_label,
@@ -228,7 +229,7 @@ class WeightPublisher:
             if not committed:
                 raise PublishError(str(report), report=report)
             self._attempts[version.step] = version.attempt
-            await self._ledger.commit(version, [(worker, None) for worker in members])
+            await self._ledger.commit(version, [(worker, None) for worker in members], rule)
             self._fleet.membership.commit(version, rule=rule, salted=self._salted)
             return report
 

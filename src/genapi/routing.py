@@ -35,6 +35,7 @@ class Routing:
         *,
         urls: tuple[str, ...],
         routed: bool,
+        follow: Callable[[], Awaitable[None]],
         revive: Callable[[], Awaitable[None]],
         look: Callable[[], Awaitable[object]],
     ) -> None:
@@ -42,6 +43,7 @@ class Routing:
         self._membership = membership
         self._versions = versions
         self._routers = dict.fromkeys(urls, 0) if routed else None
+        self._follow = follow
         self._revive = revive
         self._look = look
 
@@ -76,26 +78,33 @@ class Routing:
 
     async def _pick(self, run: Run) -> tuple[Member | None, str]:
         members = self._membership.members.values()
+        await self._follow()
         if self._routers is not None:
+            await self._outlast_update(run)
+            if self._membership.is_barred():
+                await self._revive()
+                if self._membership.is_barred():
+                    raise self._nobody()
             if run.request.lora is None and any(is_opaque(m) for m in members):
                 await self._versions.refresh(None)
             return None, min(self._routers, key=self._routers.__getitem__)
         if not self._membership.usable() or any(m.suspect or m.told for m in members):
             await self._revive()
-        await self._outlast_update()
+        await self._outlast_update(run)
         member = self._choose(run)
         if is_opaque(member) and run.request.lora is None:
             await self._versions.refresh(member.url)
             member = self._choose(run)
         return member, member.url
 
-    async def _outlast_update(self) -> None:
+    async def _outlast_update(self, run: Run) -> None:
         """Wait while everybody is in the middle of somebody's update, as a paused engine would."""
         members = self._membership.members.values()
         with anyio.move_on_after(self._config.admin_timeout_s):
             while not self._membership.usable() and any(
                 m.is_updating and m.fence is None for m in members
             ):
+                run.waits_for = "a worker that may get it; " + self._reasons()
                 await self._look()
                 if not self._membership.usable():
                     await anyio.sleep(_UPDATE_POLL_S)
@@ -115,18 +124,19 @@ class Routing:
         return random.choice([m for m in usable if m.in_flight == least])  # noqa: S311 - spreading load
 
     def _nobody(self) -> FleetError | TransportError:
-        members = list(self._membership.members.values())
-        barriers = {m.name: m.fence or m.left for m in members}
-        reasons = [
+        message = "no worker may get traffic; " + self._reasons()
+        if all(m.fence or m.left for m in self._membership.members.values()):
+            return FleetError(message)
+        return TransportError(message, phase="not_sent")
+
+    def _reasons(self) -> str:
+        barriers = {m.name: m.fence or m.left for m in self._membership.members.values()}
+        return "; ".join(
             f"{name}: {fence.reason} (way back: {fence.recovery})"
             if fence is not None
             else f"{name}: does not answer"
             for name, fence in barriers.items()
-        ]
-        message = "no worker may get traffic; " + "; ".join(reasons)
-        if all(fence is not None for fence in barriers.values()):
-            return FleetError(message)
-        return TransportError(message, phase="not_sent")
+        )
 
 
 def _affinity(session: str, url: str) -> bytes:

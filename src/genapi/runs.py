@@ -10,6 +10,7 @@ import anyio
 from genapi.membership import Member
 from genapi.publication.bounds import Bound
 from genapi.publication.intervals import Sights
+from genapi.types.ids import WorkerId
 from genapi.types.policy import PolicyVersion
 from genapi.types.request import GenerateRequest
 from genapi.types.response import Attempt
@@ -29,6 +30,7 @@ class Sending:
         wire_id: its id on the wire.
         url: where it went.
         member: which worker got it; None = a router.
+        worker: which life of it, as known then.
         salted: the version in its cache salt.
         before: what was known of all who may serve it when it was dispatched.
         remarks: what its reply lacks.
@@ -37,6 +39,7 @@ class Sending:
     wire_id: str
     url: str
     member: Member | None
+    worker: WorkerId | None
     salted: PolicyVersion | None
     before: Sights
     remarks: list[str] = field(default_factory=list)

@@ -165,12 +165,39 @@ class Versions:
         return response.model_copy(update={"outputs": outputs})
 
     def is_asked_for(self, run: Run, response: GenerateResponse) -> bool:
-        """Whether the reply meets its bounds; if not, the run notes what it lacks."""
+        """Whether the reply meets its bounds and is of a version at all where one was committed.
+
+        If not, the run notes what it lacks.
+        """
+        if self._is_of_unproved_weights(run, response):
+            assert run.current is not None  # noqa: S101 - a reply has a sending
+            assert run.current.member is not None  # noqa: S101 - nor is it a router's
+            run.current.member.suspect = True
+            run.stale += 1
+            run.lacking = (
+                f"a reply of {run.current.member.name} that names no version: it was restarted, "
+                "and nobody has published to it since"
+            )
+            return False
         if all(bound.covers(o.policy) for bound in run.bounds for o in response.outputs):
             return True
         run.stale += 1
         run.lacking = "a reply made by " + ", ".join(describe(o.policy) for o in response.outputs)
         return False
+
+    def _is_of_unproved_weights(self, run: Run, response: GenerateResponse) -> bool:
+        sending = run.current
+        if sending is None or sending.member is None or run.request.lora is not None:
+            return False
+        if self._membership.committed is None:
+            return False
+        is_another = sending.member.id != sending.worker
+        return any(
+            len(o.policy) > 0
+            and o.policy.newest is None
+            and (o.policy.source == TraceSource.ENGINE or is_another)
+            for o in response.outputs
+        )
 
     async def before_another(self, run: Run) -> None:
         """A reply of another version than was asked for: note it, and wait a little.
@@ -182,9 +209,8 @@ class Versions:
         assert sending is not None  # noqa: S101 - a reply has a sending
         if run.request.timeout_s is None and run.stale >= policy.max_attempts:
             raise stale(run, f"was not met by {run.stale} replies")
-        worker = sending.member.id if sending.member else None
         error = f"StalePolicyError: {run.lacking}"
-        run.attempts.append(Attempt(wire_id=sending.wire_id, worker=worker, error=error))
+        run.attempts.append(Attempt(wire_id=sending.wire_id, worker=sending.worker, error=error))
         wait_s = min(policy.backoff_s * run.stale, policy.max_backoff_s, self._config.refresh_s)
         self._observe(
             RequestRetried(
@@ -229,7 +255,7 @@ def may_meet(member: Member, bounds: tuple[Bound, ...]) -> bool:
 
 def stale(run: Run, what: str, *, may_wait: bool = False) -> StalePolicyError:
     """The error of a request whose version was not met."""
-    asked = " and ".join(map(str, run.bounds))
+    asked = " and ".join(map(str, run.bounds)) or "a version that was published"
     more = ", or wait longer (timeout_s)" if may_wait else ""
     return StalePolicyError(
         f"{asked} {what}; seen: {run.lacking}. Publish it, ask for a version that is still served"

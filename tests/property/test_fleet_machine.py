@@ -447,10 +447,9 @@ class World:
         assert output.is_complete == (len(output.token_ids) == ask.request.sampling.max_tokens)
         for span in output.policy.spans:
             assert span.lo == span.hi
-            # UNKNOWN is a server that was restarted and that nobody had read yet.
-            if span.lo is None and any(watched.unpaused for watched in self.watched):
-                continue
-            step = span.lo.step if span.lo is not None else 0
+            # UNKNOWN would be a server that was restarted and that nobody has published to since.
+            assert span.lo is not None
+            step = span.lo.step
             before = [*prompt, *output.token_ids[: span.start]]
             made = output.token_ids[span.start : span.end]
             assert fresh(step, before, made) == list(made)

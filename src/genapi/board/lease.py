@@ -15,7 +15,7 @@ import anyio
 from genapi.board.base import Board, Reading, Token
 from genapi.errors import ConfigError, SupersededError, TransportError
 from genapi.types.board import BoardPhase, BoardState, BoardWorker
-from genapi.types.policy import PolicyVersion
+from genapi.types.policy import ContextRule, PolicyVersion
 
 __all__ = ("Lease", "new_holder", "take_epoch")
 
@@ -127,6 +127,7 @@ class Lease:
         phase: BoardPhase | None = None,
         target: PolicyVersion | None = None,
         committed: PolicyVersion | None = None,
+        context: ContextRule = "unknown",
         workers: Iterable[BoardWorker] | None = None,
     ) -> BoardState:
         """Write to the board; what is None stays. Returns the record as written.
@@ -135,6 +136,7 @@ class Lease:
             phase: `"idle"` also takes `target` off the board.
             target: the version that workers are being moved to.
             committed: the version that was proved on every worker.
+            context: what is guaranteed about the context of its tokens.
             workers: the workers that the publication concerns.
 
         Raises:
@@ -149,7 +151,13 @@ class Lease:
             lost_replies = 0
             for _ in range(_TRIES):
                 new = _changed(
-                    self.state, phase, target, committed, workers=workers, now=self._clock()
+                    self.state,
+                    phase,
+                    target,
+                    committed,
+                    context=context,
+                    workers=workers,
+                    now=self._clock(),
                 )
                 try:
                     written = await self._board.compare_and_set(self._token, new)
@@ -195,6 +203,7 @@ def _taken(found: BoardState | None, holder: str, run: str | None, now: float) -
         epoch=found.epoch + 1,
         phase=found.phase,
         committed=found.committed if same_run else None,
+        context=found.context if same_run else "unknown",
         target=found.target,
         workers=found.workers,
         holder=holder,
@@ -208,6 +217,7 @@ def _changed(
     target: PolicyVersion | None,
     committed: PolicyVersion | None,
     *,
+    context: ContextRule,
     workers: tuple[BoardWorker, ...] | None,
     now: float,
 ) -> BoardState:
@@ -224,6 +234,7 @@ def _changed(
         epoch=state.epoch,
         phase=phase,
         committed=committed or state.committed,
+        context=state.context if committed is None else context,
         target=target or (None if phase == "idle" else state.target),
         workers=state.workers if workers is None else workers,
         holder=state.holder,

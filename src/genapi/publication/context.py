@@ -5,16 +5,11 @@ from a cache. That is known only to whoever published the version, from the plan
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 from genapi.publication.plan import PausePlan
-from genapi.types.policy import PolicyTrace, PolicyVersion, Span
+from genapi.types.policy import ContextRule, PolicyTrace, PolicyVersion, Span
 
-__all__ = ("ContextRule", "context_rule", "with_contexts")
-
-ContextRule = Literal["own", "carried", "unknown"]
-"""Tokens of a version attended only to keys and values of that version; also to those of earlier
-versions in the same output or under the same salt; or it is not known."""
+__all__ = ("context_rule", "with_contexts")
 
 
 def context_rule(plan: PausePlan) -> ContextRule:
@@ -34,7 +29,7 @@ def with_contexts(
 
     Args:
         trace: what the engine attests.
-        rules: by version, from the publications of this process.
+        rules: by version, from whoever published it.
         salted: the version in the request's cache salt: cached entries that it found may be that
             old. None = the request had no salt of genapi's.
     """

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from genapi.errors import ConfigError, ReplyError
 from genapi.types.base import Value
-from genapi.types.policy import PolicyVersion, RunName, parse_label
+from genapi.types.policy import ContextRule, PolicyVersion, RunName, parse_label
 from genapi.types.worker import Fence
 
 __all__ = (
@@ -58,6 +58,7 @@ class BoardState(Value):
         epoch: counts the holders; it only grows.
         phase: `idle`, `publishing` or `held`; `target` is None exactly when it is `idle`.
         committed: the newest version that was proved on every worker; None = UNKNOWN.
+        context: what is guaranteed about the context of its tokens.
         target: the version that workers may hold in part; it may be of an earlier run.
         workers: the workers of the publication that is open, else of the last one.
         holder: names the publisher: host, process and a mark of its own.
@@ -69,6 +70,7 @@ class BoardState(Value):
     epoch: Annotated[int, Field(ge=0, strict=True)]
     phase: BoardPhase = "idle"
     committed: PolicyVersion | None = None
+    context: ContextRule = "unknown"
     target: PolicyVersion | None = None
     workers: tuple[BoardWorker, ...] = ()
     holder: Annotated[str, Field(min_length=1)]
@@ -102,6 +104,7 @@ def encode_board(state: BoardState) -> bytes:
             "epoch": state.epoch,
             "phase": state.phase,
             "committed": _label(state.committed),
+            "context": state.context,
             "target": _label(state.target),
             "workers": [_worker(worker) for worker in state.workers],
             "holder": state.holder,
@@ -137,6 +140,7 @@ def decode_board(data: bytes, *, source: str = "the board") -> BoardState:
                 "epoch": raw["epoch"],
                 "phase": raw["phase"],
                 "committed": _version(raw["committed"]),
+                "context": raw["context"],
                 "target": _version(raw["target"]),
                 "workers": _read_workers(raw["workers"]),
                 "holder": raw["holder"],

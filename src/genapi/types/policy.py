@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from genapi.types.base import Value
 
 __all__ = (
+    "ContextRule",
     "PolicyArrays",
     "PolicyTrace",
     "PolicyVersion",
@@ -106,6 +107,11 @@ def parse_updating_label(label: object, *, run: str | None = None) -> PolicyVers
 def is_updating_label(label: object) -> bool:
     """Whether the label is a write-ahead label: its worker was left in mid-update."""
     return parse_updating_label(label) is not None
+
+
+ContextRule = Literal["own", "carried", "unknown"]
+"""Tokens of a version attended only to keys and values of that version; also to those of earlier
+versions in the same output or under the same salt; or it is not known."""
 
 
 class Span(Value):

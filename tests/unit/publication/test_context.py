@@ -3,8 +3,9 @@
 import pytest
 
 from genapi import PolicyTrace, PolicyVersion, Span
-from genapi.publication.context import ContextRule, context_rule, with_contexts
+from genapi.publication.context import context_rule, with_contexts
 from genapi.publication.plan import PausePlan
+from genapi.types.policy import ContextRule
 
 V6, V7, V8 = (PolicyVersion(run="r", step=step) for step in (6, 7, 8))
 
