@@ -235,6 +235,7 @@ def interleavings(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (index, *tail)
 
 
+@pytest.mark.timeout(300)
 def test_one_publication_beside_one_request_in_every_order() -> None:
     judged: set[tuple[int | None, int | None]] = set()
     orders = 0
