@@ -17,7 +17,8 @@ from genapi import Outcome
 from genapi.events import Event, PhaseStarted
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
 from genapi.weights._gloo_group import GlooGroup
-from tests.engines.test_vllm import LIMITS, Judge, everywhere, request, target, weights
+from tests.engines.kit.judge import Judge
+from tests.engines.test_vllm import LIMITS, PROMPT, everywhere, request, target, weights
 
 if TYPE_CHECKING:
     import pathlib
@@ -203,7 +204,7 @@ async def test_one_worker_with_a_layer_missing_or_a_pair_swapped_is_told_from_th
             replies += [await fleet.generate(asked) for asked in sessions]
             for reply in replies:
                 assert reply.worker == good.worker
-                judge.check(reply)
+                judge.check(reply, PROMPT)
             judge.close()
     # Whoever comes along sees that the other one is not what it should be.
     async with genapi.connect(target(*vllm_pair), run=run) as other:

@@ -1,7 +1,7 @@
 """genapi against real vLLM servers: rollouts, publications over gloo, and failures.
 
 Greedy tokens are held against `transformers` on the weights that the trace names. A difference
-counts unless the reference's two best logits are within `TIE` there; ties are counted and printed.
+counts unless the reference's two best logits are too near to each other; see `kit/judge.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from genapi.transports.base import Plane, StreamReply
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
 from genapi.wire.http import HTTPCall, HTTPReply
+from tests.engines.kit.judge import Judge
 
 if TYPE_CHECKING:
     import pathlib
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio]
 
-TIE = 1e-4
-TIES_PER_TOKEN = 1 / 1000
 KEPT = 5  # requests in flight, so that none ends before the pause
 PROMPT = tuple(300 + 7 * i for i in range(200))
 LIMITS = PublishTimeouts(
@@ -66,39 +65,6 @@ def publisher(fleet: genapi.Fleet, **more: Any) -> genapi.WeightPublisher:
 
 def weights(folder: pathlib.Path) -> genapi.weights.WeightSource:
     return genapi.weights.from_safetensors(folder)
-
-
-class Judge:
-    """Holds greedy tokens against the reference, and counts ties."""
-
-    def __init__(self, oracle: Oracle, folders: Mapping[int, pathlib.Path]) -> None:
-        self.oracle = oracle
-        self.folders = folders
-        self.tokens = 0
-        self.ties = 0
-
-    def check(self, reply: genapi.GenerateResponse) -> None:
-        """Every token is what the weights that its span names make of everything before it."""
-        out = reply.output
-        assert out.policy.source == "engine"
-        for span in out.policy.spans:
-            assert span.lo is not None
-            assert span.is_attested
-            assert span.context == span.lo
-            before = (*PROMPT, *out.token_ids[: span.start])
-            made = out.token_ids[span.start : span.end]
-            said = self.oracle(self.folders[span.lo.step], before, made)
-            for token, (best, margin) in zip(made, said, strict=True):
-                self.tokens += 1
-                if margin <= TIE:
-                    self.ties += 1
-                else:
-                    assert token == best
-
-    def close(self) -> None:
-        print(f"\n{self.tokens} tokens equal the reference, {self.ties} ties")
-        assert self.tokens > 0
-        assert self.ties <= max(1, self.tokens * TIES_PER_TOKEN)
 
 
 async def everywhere(fleet: genapi.Fleet, **more: Any) -> list[genapi.GenerateResponse]:
@@ -155,7 +121,7 @@ async def test_published_weights_are_served_exactly_and_the_first_ones_come_back
                 for reply in await everywhere(fleet):
                     assert reply.output.policy.oldest == report.version
                     assert reply.output.policy.is_pure
-                    judge.check(reply)
+                    judge.check(reply, PROMPT)
             last = await everywhere(fleet)
             assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
             print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
@@ -219,7 +185,7 @@ async def test_a_kept_request_shows_two_spans_and_each_token_is_of_the_weights_i
         assert all(made in ([10], [10, 11]) for made in steps)
         assert all(r.output.is_complete for r in replies)
         for reply in replies:
-            judge.check(reply)
+            judge.check(reply, PROMPT)
         judge.close()
 
 
@@ -293,7 +259,7 @@ async def test_a_lost_reply_is_decided_by_what_is_read_back(
             assert transport.lost == 1
             assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
             for reply in await everywhere(fleet):
-                judge.check(reply)
+                judge.check(reply, PROMPT)
             await p.publish(2, weights(models.seed0))
         judge.close()
 
@@ -322,14 +288,14 @@ async def test_a_cancelled_publication_leaves_one_version_or_fences(
                 for reply in await everywhere(fleet):
                     assert reply.output.policy.oldest is not None
                     assert reply.output.policy.oldest.step == int(report.committed)
-                    judge.check(reply)
+                    judge.check(reply, PROMPT)
             else:
                 assert all(fenced)
                 assert all(r.recovery is not Recovery.RESTART_THEN_PUBLISH for r in report.receipts)
             again = await p.publish(2, weights(models.seed0))
             assert again.committed
             for reply in await everywhere(fleet):
-                judge.check(reply)
+                judge.check(reply, PROMPT)
         judge.close()
 
 
@@ -410,7 +376,7 @@ async def test_one_of_two_workers_killed_leaves_receipts_and_the_other_can_go_on
             async with publisher(alone) as p:
                 again = await p.publish(2, weights(models.seed1))
                 assert again.committed
-                judge.check(await alone.generate(request()))
+                judge.check(await alone.generate(request()), PROMPT)
             judge.close()
 
 

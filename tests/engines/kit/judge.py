@@ -1,0 +1,55 @@
+"""Greedy tokens held against `transformers`, on the weights and the context that a trace names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Mapping, Sequence
+
+    import genapi
+    from tests.engines.conftest import Oracle
+
+__all__ = ("Judge",)
+
+TIE = 1e-4
+"""Between the two best logits; where they are nearer, rounding decides which token comes."""
+TIES_PER_TOKEN = 1 / 1000
+
+
+class Judge:
+    """Counts tokens, ties, and tokens that are not what their spans say."""
+
+    def __init__(self, oracle: Oracle, folders: Mapping[int, pathlib.Path]) -> None:
+        self.oracle = oracle
+        self.folders = folders
+        self.tokens = 0
+        self.ties = 0
+
+    def check(self, reply: genapi.GenerateResponse, prompt: Sequence[int]) -> None:
+        """Every token is what the weights that its span names make of everything before it."""
+        assert reply.output.policy.source == "engine"
+        assert all(span.context == span.lo for span in reply.output.policy.spans)
+        assert self.mismatches(reply, prompt) == 0
+
+    def mismatches(self, reply: genapi.GenerateResponse, prompt: Sequence[int]) -> int:
+        """How many tokens are not what their span's weights make of everything before them."""
+        out, wrong = reply.output, 0
+        for span in out.policy.spans:
+            assert span.lo is not None
+            assert span.is_attested
+            before = (*prompt, *out.token_ids[: span.start])
+            made = out.token_ids[span.start : span.end]
+            said = self.oracle(self.folders[span.lo.step], before, made)
+            for token, (best, margin) in zip(made, said, strict=True):
+                self.tokens += 1
+                self.ties += margin <= TIE
+                wrong += margin > TIE and token != best
+        return wrong
+
+    def close(self) -> None:
+        """Say what was compared, and fail where ties could have hidden anything."""
+        print(f"\n{self.tokens} tokens compared with the reference, {self.ties} ties")
+        assert self.tokens > 0
+        assert self.ties <= max(1, self.tokens * TIES_PER_TOKEN)
