@@ -309,6 +309,11 @@ class WeightPublisher:
         """One attempt: its report, and what it failed of."""
         members = await self._members()
         version = self._version_to_publish(step, members)
+        if version.attempt > 1:
+            # Somebody else may have finished the step since this process read the workers.
+            members = await self._members(fresh=True)
+            version = self._version_to_publish(step, members)
+        self._attempts[version.step] = version.attempt
         await self._drop_group_unless(tuple(members))
         drive = self._drive(version, source, members, plan, checks)
         self._fleet.membership.publishing = True
@@ -431,17 +436,15 @@ class WeightPublisher:
     def _version_to_publish(
         self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]
     ) -> PolicyVersion:
-        run = self._run_of(step, members)
-        version = version_to_publish(
+        run, number = self._run_of(step, members), step_number(step)
+        return version_to_publish(
             step,
             [v for m in members.values() if (v := m.version(run)) is not None],
             run=run,
             committed=self._fleet.membership.committed,
-            tried=self._tried(step_number(step), run, members),
-            fenced=any(m.fence is not None for m in members.values()),
+            tried=self._tried(number, run, members),
+            unfinished=any(_may_lack(m, number, run) for m in members.values()),
         )
-        self._attempts[version.step] = version.attempt
-        return version
 
     def _tried(self, number: int, run: str, members: Mapping[WorkerId, Member]) -> int:
         """The last attempt of a step that anybody is known to have made; 0 = none."""
@@ -592,6 +595,14 @@ class WeightPublisher:
             verified=("label",) if proved else (),
             error=error,
         )
+
+
+def _may_lack(member: Member, number: int, run: str) -> bool:
+    """Whether the worker may lack that step, or not serve it."""
+    if member.fence is not None or member.is_paused:
+        return True
+    held = member.version(run)
+    return not member.suspect and (held is None or held.step != number)
 
 
 def _needs_restart(member: Member) -> bool:

@@ -88,14 +88,42 @@ async def test_a_newer_version_of_another_process_is_neither_adopted_nor_publish
     cluster = Cluster.from_query({"workers": "2"})
     async with process(cluster) as one, process(cluster) as two:
         await publisher(two).publish(5, source(1))
-        with pytest.raises(genapi.FleetError, match="carries"):
-            await publisher(one).adopt(0)
-        for step in (3, 5):
+        p = publisher(one)
+        for step in (5, 5, 5, 3):
             with pytest.raises((genapi.ConfigError, genapi.PublishError)):
-                await publisher(one).publish(step, source(2))
+                await p.publish(step, source(2))
+        with pytest.raises(genapi.FleetError, match="carries"):
+            await p.adopt(0)
         assert {worker.engine.label for worker in cluster.workers} == {"genapi:r:5:1"}
         reply = await one.generate(request())
         assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+
+
+async def test_a_step_that_somebody_finishes_after_a_failure_here_is_not_published_over() -> None:
+    cluster = Cluster.from_query({"workers": "2"})
+    async with process(cluster) as one, process(cluster) as two:
+        p = publisher(one)
+        await p.adopt(0)
+        cluster.workers[0].faults.add(Fault("/health", "error", status=503))
+        await failed(p, 5, 2)
+        assert (await publisher(two).publish(5, source(1))).committed
+        for _ in range(2):
+            with pytest.raises(genapi.ConfigError, match="holds already"):
+                await p.publish(5, source(2))
+        assert {worker.engine.label for worker in cluster.workers} == {"genapi:r:5:1"}
+
+
+async def test_a_step_that_somebody_left_half_done_may_be_tried_again() -> None:
+    cluster = Cluster.from_query({"workers": "2"})
+    async with process(cluster) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        cluster.workers[1].faults.add(Fault("/resume", "error"))
+        await failed(p, 1, 1)
+    async with process(cluster) as other:
+        report = await publisher(other).publish(1, source(1))
+        assert report.committed
+        assert report.version.attempt == 2
 
 
 async def test_a_fenced_worker_is_not_adopted() -> None:

@@ -437,7 +437,9 @@ def _next_version(start: Start) -> PolicyVersion | None:
     tried = max([start.tried, *(v.attempt for v in begun if v.step == wanted.step)])
     for step in (wanted.step, wanted.step + 1):
         try:
-            return version_to_publish(step, held, run="r", committed=None, tried=tried, fenced=True)
+            return version_to_publish(
+                step, held, run="r", committed=None, tried=tried, unfinished=True
+            )
         except ConfigError:
             tried = 0
     return None

@@ -76,7 +76,7 @@ def version_to_publish(
     run: str,
     committed: PolicyVersion | None,
     tried: int,
-    fenced: bool,
+    unfinished: bool,
 ) -> PolicyVersion:
     """The next attempt of this step.
 
@@ -86,16 +86,15 @@ def version_to_publish(
         run: the run that counts.
         committed: the newest version that every worker was proved to hold.
         tried: the last attempt of this step that this publisher made, 0 = none.
-        fenced: whether a worker is fenced, so that the committed step may be published again.
+        unfinished: whether a worker may lack the newest step, which may be published again then.
 
     Raises:
-        ConfigError: a newer step is held, or this one is committed.
+        ConfigError: a newer step is held, or this one by all.
     """
     number = step_number(step)
     carried = [version for version in held if version.run == run]
     newest = max([*(v.step for v in carried), committed.step if committed else -1])
-    done = committed is not None and number == committed.step and not fenced
-    if number < newest or done:
+    if number < newest or (number == newest and not unfinished):
         raise ConfigError(
             f"step {number} is not newer than {newest}, which the fleet holds already"
         )

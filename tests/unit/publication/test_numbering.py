@@ -19,9 +19,11 @@ def publish(
     *,
     committed: PolicyVersion | None = None,
     tried: int = 0,
-    fenced: bool = False,
+    unfinished: bool = False,
 ) -> PolicyVersion:
-    return version_to_publish(step, held, run="r", committed=committed, tried=tried, fenced=fenced)
+    return version_to_publish(
+        step, held, run="r", committed=committed, tried=tried, unfinished=unfinished
+    )
 
 
 @pytest.mark.parametrize(("step", "number"), [(0, 0), (7, 7), (v(7, 3), 7)])
@@ -110,20 +112,24 @@ def test_a_step_below_one_that_is_held_or_committed_is_refused(
         publish(3, held, committed=committed)
 
 
-def test_the_committed_step_is_published_again_only_if_somebody_is_fenced() -> None:
+@pytest.mark.parametrize(("held", "committed"), [([v(3)], v(3)), ([v(3)], v(2)), ([v(3)], None)])
+def test_a_step_that_is_held_is_published_again_only_if_somebody_may_lack_it(
+    held: list[PolicyVersion], committed: PolicyVersion | None
+) -> None:
     with pytest.raises(ConfigError, match="step 3 is not newer than 3"):
-        publish(3, [v(3)], committed=v(3))
-    assert publish(3, [v(3)], committed=v(3), fenced=True) == v(3, 2)
-    assert publish(4, [v(3)], committed=v(3), fenced=True) == v(4)
+        publish(3, held, committed=committed)
+    assert publish(3, held, committed=committed, unfinished=True) == v(3, 2)
+    assert publish(4, [v(3)], committed=v(3), unfinished=True) == v(4)
 
 
 def test_an_attempt_follows_every_other_that_is_known_of_its_step() -> None:
-    assert publish(3, [v(3, 4), v(3, 2)]) == v(3, 5)
-    assert publish(3, [v(3, 2)], tried=6) == v(3, 7)
-    assert publish(3, [], committed=v(3, 5), fenced=True) == v(3, 6)
+    assert publish(3, [v(3, 4), v(3, 2)], unfinished=True) == v(3, 5)
+    assert publish(3, [v(3, 2)], tried=6, unfinished=True) == v(3, 7)
+    assert publish(3, [v(2)], tried=6) == v(3, 7)
+    assert publish(3, [], committed=v(3, 5), unfinished=True) == v(3, 6)
     assert publish(3, [v(2, 8)], committed=v(2, 8)) == v(3)
 
 
 def test_a_version_may_ask_for_a_later_attempt_and_never_for_an_earlier_one() -> None:
-    assert publish(v(3, 5), [v(3, 2)]) == v(3, 5)
-    assert publish(v(3, 1), [v(3, 2)]) == v(3, 3)
+    assert publish(v(3, 5), [v(3, 2)], unfinished=True) == v(3, 5)
+    assert publish(v(3, 1), [v(3, 2)], unfinished=True) == v(3, 3)
