@@ -11,11 +11,14 @@ import anyio
 from genapi.control import fan_out
 from genapi.drive import Drive, Group
 from genapi.errors import (
+    AuthError,
     ConfigError,
     FleetError,
     GenAPIError,
+    NotReadyError,
     PublishError,
     SupersededError,
+    TransportError,
     UnsupportedError,
 )
 from genapi.fleet import Fleet
@@ -45,6 +48,8 @@ from genapi.types.policy import (
 )
 from genapi.types.worker import (
     Evidence,
+    Fence,
+    FenceStrength,
     Outcome,
     PublishReport,
     Receipt,
@@ -58,7 +63,7 @@ __all__ = ("WeightPublisher",)
 Restarter = Callable[[WorkerId, str], Awaitable[None]]
 """Restarts the server with that identity at that address; returns when that was asked for."""
 
-_RESTART_POLL_S = 0.5
+_READ_AGAIN_S = 0.5
 
 _LATER: Mapping[str, Any] = {
     "max_workers_per_group": None,
@@ -118,8 +123,9 @@ class WeightPublisher:
             min_workers: goes with `on_partial="serve"`, at least 1.
             max_workers_per_group: comes later.
             restarter: `async (worker, url)`: restarts a server that needs it. It is called before a
-                publication for every worker that does not answer or cannot be healed, and once more
-                after one that ended so; then the publication is tried again.
+                publication for every worker that cannot be healed, or that refused connections, was
+                not ready or gave no answer for `preflight_s` when it was read once more; and again
+                after a publication that ended so, which is then tried again.
 
         Raises:
             ConfigError: the cache decisions do not fit the mode, an unknown level, or probe ids
@@ -334,20 +340,56 @@ class WeightPublisher:
 
         Raises:
             FleetError: a server was not back in time.
+            AuthError, ConfigError: what answers does not let itself be administered.
         """
         if self._restarter is None:
             return
         await self._fleet.snapshot()
         results = await fan_out(
             {
-                member.url: partial(self._restart, self._restarter, member)
+                member.url: partial(self._restart_if_broken, self._restarter, member)
                 for member in self._fleet.membership.members.values()
-                if member.suspect or _needs_restart(member)
             }
         )
         for result in results.values():
             if isinstance(result, GenAPIError):
                 raise result
+
+    async def _restart_if_broken(self, restarter: Restarter, member: Member) -> None:
+        if _needs_restart(member) or (member.suspect and await self._absence(member) is not None):
+            await self._restart(restarter, member)
+
+    async def _absence(self, member: Member) -> Fence | None:
+        """The fence of a worker that could not be read, once more; None = somebody answers there.
+
+        One failed read shows nothing: a restart costs all that the server has in flight.
+
+        Raises:
+            AuthError, ConfigError: what answers does not let itself be administered.
+        """
+        fleet, limit_s = self._fleet, self._timeouts.preflight_s
+        with anyio.move_on_after(limit_s):
+            while True:
+                try:
+                    facts = await fleet.inspect(member.url, timeout_s=limit_s)
+                except (AuthError, ConfigError):
+                    raise
+                except NotReadyError as error:
+                    return _gone(str(error))
+                except TransportError as error:
+                    if error.refused:
+                        return _gone(str(error))
+                    await anyio.sleep(_READ_AGAIN_S)
+                except GenAPIError:
+                    return None
+                else:
+                    fleet.membership.learn(member.url, facts)
+                    return None
+        return Fence(
+            strength=FenceStrength.CLIENT,
+            reason=f"{member.url} gave no answer within preflight_s={limit_s:g}",
+            recovery=Recovery.REPUBLISH,
+        )
 
     async def _restart(self, restarter: Restarter, member: Member) -> None:
         fleet, limit_s = self._fleet, self._timeouts.restart_s
@@ -360,12 +402,12 @@ class WeightPublisher:
                 try:
                     facts = await fleet.inspect(member.url)
                 except GenAPIError:
-                    await anyio.sleep(_RESTART_POLL_S)
+                    await anyio.sleep(_READ_AGAIN_S)
                     continue
                 if fleet.membership.identify(member.url, facts) != old:
                     fleet.membership.learn(member.url, facts)
                     return
-                await anyio.sleep(_RESTART_POLL_S)
+                await anyio.sleep(_READ_AGAIN_S)
         raise FleetError(f"{old} was not back as another process within restart_s={limit_s:g}")
 
     async def _take_lease(self) -> None:
@@ -608,6 +650,10 @@ def _may_lack(member: Member, number: int, run: str) -> bool:
 def _needs_restart(member: Member) -> bool:
     fence = member.fence
     return fence is not None and fence.recovery is Recovery.RESTART_THEN_PUBLISH
+
+
+def _gone(reason: str) -> Fence:
+    return Fence(strength=FenceStrength.DEAD, reason=reason, recovery=Recovery.RESTART_THEN_PUBLISH)
 
 
 def _new_run() -> str:

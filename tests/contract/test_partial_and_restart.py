@@ -102,6 +102,90 @@ async def test_a_server_that_died_before_the_publication_is_restarted_first() ->
         assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
 
 
+@pytest.mark.parametrize(
+    ("path", "action", "details"),
+    [
+        ("/health", "refuse", {}),
+        ("/health", "error", {"status": 503}),
+        ("/health", "error", {"status": 401}),
+        ("/version", "lose_reply", {}),
+        ("/server_info", "error", {}),
+        ("/weight_info", "garble", {}),
+        ("/is_paused", "never_answer", {}),
+    ],
+)
+async def test_a_server_whose_read_fails_once_is_not_restarted(
+    path: str, action: str, details: dict[str, int]
+) -> None:
+    restarted: list[str] = []
+    async with rig(2, options={"admin_timeout_s": 0.3}) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            restarted.append(url)
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        r.fail(1, path, action, **details)
+        report = await p.publish(1, source(1))
+        assert report.committed
+        assert not restarted
+
+
+async def test_a_server_that_answers_errors_is_not_restarted() -> None:
+    restarted: list[str] = []
+    async with rig(2) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            restarted.append(url)
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        for nth in range(1, 9):
+            r.fail(1, "/server_info", "error", nth=nth)
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError):
+            await p.publish(1, source(1))
+        assert not restarted
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "error"),
+    [("/health", 401, genapi.AuthError), ("/version", 404, genapi.ConfigError)],
+)
+async def test_a_server_that_refuses_the_key_or_is_of_another_kind_is_named_and_not_restarted(
+    path: str, status: int, error: type[genapi.GenAPIError]
+) -> None:
+    restarted: list[str] = []
+    async with rig(2) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            restarted.append(url)
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        for nth in range(1, 9):
+            r.fail(1, path, "error", status=status, nth=nth)
+        with anyio.fail_after(10), pytest.raises(error):
+            await p.publish(1, source(1))
+        assert not restarted
+
+
+async def test_a_server_that_gives_no_answer_for_long_is_restarted() -> None:
+    restarted: list[str] = []
+    async with rig(2, options={"admin_timeout_s": 0.3}) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            restarted.append(url)
+            r.cluster.workers[1].restart()
+
+        p = publisher(r, restarter=restart)
+        await p.adopt(0)
+        for nth in (1, 2):
+            r.fail(1, "/health", "never_answer", nth=nth)
+        report = await p.publish(1, source(1))
+        assert restarted == ["memory://1"]
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+
+
 async def test_a_server_that_does_not_come_back_is_named_within_the_limit() -> None:
     async with rig(2) as r:
 
