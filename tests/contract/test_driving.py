@@ -182,6 +182,30 @@ async def test_one_odd_read_of_who_answers_is_read_again_and_changes_nothing() -
         assert report.committed
 
 
+# the pause
+
+
+@pytest.mark.parametrize("details", [{}, {"status": 200, "body": '{"is_paused":false}'}])
+async def test_a_worker_whose_pause_was_not_confirmed_gets_no_traffic_until_it_is_verified(
+    details: dict[str, Any],
+) -> None:
+    async with stand() as s:
+        s.at("confirm", lambda: s.fail(1, "/is_paused", "error", **details))
+        report = await failed(s, 1)
+        sure, unsure = report.receipts
+        assert [r.outcome for r in report.receipts] == [Outcome.UNTOUCHED] * 2
+        assert (sure.fence, sure.recovery) == (None, None)
+        assert unsure.fence is not None
+        assert unsure.recovery is Recovery.REPUBLISH
+        await s.fleet.snapshot()
+        for session in "abcd":
+            reply = await s.fleet.generate(request(session=session))
+            assert reply.worker == sure.worker
+        s.at("confirm", lambda: None)
+        again = await s.publisher.publish(1, source(1))
+        assert [r.fence for r in again.receipts] == [None, None]
+
+
 # the group
 
 

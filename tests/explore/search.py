@@ -65,6 +65,7 @@ WAYS = 3
 READ_LATER = (
     Op.INSPECT,
     Op.PAUSE,
+    Op.CONFIRM,
     Op.UNMARK,
     Op.FINISH,
     Op.READ,

@@ -105,6 +105,8 @@ def _check_conclusion(tx: Transaction, progress: Progress, truth: Truth, first: 
         assert truth.label == first.label or barrier is not None, "UNTOUCHED and relabelled"
     if verdict.evidence is Evidence.SESSION_CLOSED_EMPTY and known:
         assert not truth.in_session, "its session is open"
+    if Op.CONFIRM in progress.asked and not progress.did(Op.CONFIRM):
+        assert barrier is not None, "its pause was never confirmed, and it gets traffic"
     if barrier is None:
         assert verdict.outcome in (Outcome.COMMITTED, Outcome.UNTOUCHED), "unfenced and unproved"
         if verdict.outcome is Outcome.COMMITTED:

@@ -435,7 +435,8 @@ def _recovery_of_untouched(progress: Progress) -> Recovery | None:
         return progress.fence.recovery
     if progress.broken:
         return Recovery.CLOSE_THEN_REPUBLISH
-    if Op.PAUSE in progress.asked and not progress.did(Op.RESUME):
+    unconfirmed = Op.CONFIRM in progress.asked and not progress.did(Op.CONFIRM)
+    if unconfirmed or (Op.PAUSE in progress.asked and not progress.did(Op.RESUME)):
         return Recovery.REPUBLISH
     return None
 
