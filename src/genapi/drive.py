@@ -193,6 +193,11 @@ class Drive:
         """What the source holds; empty until it was read."""
         return self._stage.manifest
 
+    def blame(self, error: BaseException) -> None:
+        """Note what the publication failed of: the first error, unless it was superseded."""
+        if self.cause is None or isinstance(error, SupersededError):
+            self.cause = error
+
     async def run(self) -> None:
         """Run to the end.
 
@@ -295,6 +300,11 @@ class Drive:
         try:
             if op not in READS:
                 await self._ledger.check((self._version, self.tx.phase, self.tx.updates))
+        except GenAPIError as error:
+            # It is the board that says no, or does not answer: the worker was sent nothing.
+            self.blame(error)
+            return Answer(Observed.NOT_SENT, str(error))
+        try:
             return await self._call(worker, op)
         except TransportError as error:
             if error.refused and op is not Op.INSPECT:
@@ -303,15 +313,12 @@ class Drive:
             return Answer(seen, str(error))
         except ReplyError as error:
             return Answer(Observed.LOST, str(error))
-        except SupersededError as error:
-            self.cause = self.cause or error
-            return Answer(Observed.NOT_SENT, str(error))
         except FleetError as error:
             return Answer(Observed.NOT_SENT, str(error))
         except GenAPIError as error:
             return Answer(Observed.REFUSED, str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the transaction goes on
-            self.cause = self.cause or error
+            self.blame(error)
             return Answer(Observed.LOST, f"{type(error).__name__}: {error}")
 
     async def _call(self, worker: WorkerId, op: Op) -> Answer:
@@ -473,7 +480,7 @@ class Drive:
             try:
                 outcome = ActDone(act, more=await self._acts[act](self))
             except Exception as error:  # noqa: BLE001 - a source may raise anything
-                self.cause = self.cause or error
+                self.blame(error)
                 outcome = ActFailed(act, f"{type(error).__name__}: {error}")
         if isinstance(outcome, ActFailed):
             if act is Act.JOIN:

@@ -295,8 +295,12 @@ class WeightPublisher:
             report, cause = await self._try(step, source, plan, checks)
             broken = any(r.recovery is Recovery.RESTART_THEN_PUBLISH for r in report.receipts)
             if broken and self._restarter is not None and not isinstance(cause, SupersededError):
-                await self._restart_broken()
-                report, cause = await self._try(step, source, plan, checks)
+                try:
+                    await self._restart_broken()
+                except GenAPIError as error:
+                    cause = error  # what has been published, and what not, is in the report
+                else:
+                    report, cause = await self._try(step, source, plan, checks)
             if isinstance(cause, SupersededError):
                 raise cause
             if not report.committed:
@@ -330,9 +334,9 @@ class WeightPublisher:
             self._fleet.membership.open()
             self._group = drive.group
             report = self._settle(drive, members, version)
+            await self._write_end(drive, members, report)
         if report.committed:
             self._manifest = drive.manifest
-        await self._write_end(drive, members, report)
         return report, drive.cause
 
     async def _restart_broken(self) -> None:
@@ -419,17 +423,25 @@ class WeightPublisher:
     async def _write_end(
         self, drive: Drive, members: Mapping[WorkerId, Member], report: PublishReport
     ) -> None:
-        """Write onto the board how a publication ended that did not commit, or moved a fence."""
+        """Write onto the board how a publication ended that did not commit, or moved a fence.
+
+        A board that does not take it is noted; the report is not lost for that.
+        """
         fences = [(worker, member.fence) for worker, member in members.items()]
         workers = drive.tx.workers.values()
         fenced = any(fence for _, fence in fences) or any(p.fence for p in workers)
         if (drive.tx.committed and not fenced) or isinstance(drive.cause, SupersededError):
             return
         begun = not drive.tx.committed and any(Op.BEGIN in p.asked for p in workers)
-        try:
-            await self._ledger.end(fences, target=report.version if begun else None)
-        except SupersededError as error:
-            drive.cause = drive.cause or error
+        limit_s = self._timeouts.cleanup_s
+        with anyio.move_on_after(limit_s, shield=True) as scope:
+            try:
+                await self._ledger.end(fences, target=report.version if begun else None)
+            except GenAPIError as error:
+                drive.blame(error)
+        if scope.cancelled_caught:
+            message = f"the board did not take the end within cleanup_s={limit_s:g}"
+            drive.blame(TransportError(message, phase="may_have_run"))
 
     async def _drop_group_unless(self, key: tuple[WorkerId, ...]) -> None:
         """A group of other lives than these is left; its workers leave it by joining the next."""

@@ -1,21 +1,60 @@
 """Publications that share a board: one winner, and what others learn from it."""
 
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
 import genapi
-from genapi import PublishReport, SupersededError, WeightPublisher
-from genapi.board import MemoryBoard, open_board
+from genapi import Outcome, PublishReport, SupersededError, TransportError, WeightPublisher
+from genapi.board import MemoryBoard, Reading, Token, open_board
 from genapi.embedded import Cluster, Fault
 from genapi.events import Event, PhaseStarted
 from genapi.transports.memory import MemoryTransport
+from genapi.types.board import BoardState
+from genapi.types.worker import Recovery
 from tests.contract.embedded import QUICK, greedy, request, weights
 
 pytestmark = pytest.mark.anyio
+
+
+class Unreliable(MemoryBoard):
+    """A board that can be down.
+
+    Attributes:
+        is_down: whether it takes no connections now.
+        hangs: whether it answers nothing now.
+    """
+
+    is_down = False
+    hangs = False
+
+    async def read(self) -> Reading:
+        await self._reach()
+        return await super().read()
+
+    async def compare_and_set(self, token: Token, new: BoardState) -> Token | None:
+        await self._reach()
+        return await super().compare_and_set(token, new)
+
+    async def _reach(self) -> None:
+        if self.hangs:
+            await anyio.sleep_forever()
+        if self.is_down:
+            message = "the board takes no connections"
+            raise TransportError(message, phase="not_sent") from ConnectionRefusedError()
+
+
+def at(fleet: genapi.Fleet, phase: str, what: Callable[[], None]) -> None:
+    """Do something when a publication enters a phase."""
+
+    def observe(event: Event) -> None:
+        if isinstance(event, PhaseStarted) and event.phase == phase:
+            what()
+
+    fleet.observe = observe
 
 
 @asynccontextmanager
@@ -76,6 +115,63 @@ async def test_a_publication_that_fails_past_begin_leaves_its_target_and_fences_
         assert again.version.attempt == 2
         reply = await other.generate(request())
         assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("phase", ["preflight", "pause", "begin", "transfer", "finish", "resume"])
+async def test_a_cancelled_publication_writes_its_end_on_the_board(phase: str) -> None:
+    cluster, board, scope = Cluster.from_query({"workers": "2"}), MemoryBoard(), anyio.CancelScope()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        at(fleet, phase, scope.cancel)
+        with anyio.fail_after(10), scope:
+            await p.publish(1, source(1))
+        assert scope.cancelled_caught
+        report = p.last_report
+        state, _ = await board.read()
+        assert report is not None
+        assert state is not None
+        assert state.phase == ("held" if phase in {"begin", "transfer"} else "idle")
+        for receipt in report.receipts:
+            assert state.fence_of(str(receipt.worker)) == receipt.fence
+        assert state.committed is not None
+        assert (state.committed == report.version) == report.committed
+
+
+@pytest.mark.parametrize("phase", ["pause", "begin", "finish", "resume"])
+async def test_a_board_that_is_down_makes_no_worker_dead_and_loses_no_receipt(phase: str) -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), Unreliable()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        at(fleet, phase, lambda: setattr(board, "is_down", True))
+        with anyio.fail_after(20), pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        assert isinstance(caught.value.__cause__, TransportError)
+        for receipt in caught.value.report.receipts:
+            assert receipt.recovery is not Recovery.RESTART_THEN_PUBLISH
+            assert receipt.recovery is None or receipt.fence is not None
+        board.is_down = False
+        at(fleet, phase, lambda: None)
+        again = await p.publish(1, source(1))
+        assert [r.outcome for r in again.receipts] == [Outcome.COMMITTED] * 2
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.committed) == ("idle", again.version)
+
+
+@pytest.mark.parametrize("how", ["is_down", "hangs"])
+async def test_what_failed_first_is_told_when_the_board_does_not_take_the_end(how: str) -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), Unreliable()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        cluster.workers[1].faults.add(Fault("/finish_weight_update", "error"))
+        at(fleet, "examine", lambda: setattr(board, how, True))
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError, match="injected") as caught:
+            await p.publish(1, source(1))
+        assert isinstance(caught.value.__cause__, TransportError)
+        assert "finish" in (caught.value.report.receipts[1].error or "")
 
 
 @pytest.mark.parametrize("phase", ["stage", "pause", "mark", "begin", "transfer", "finish"])
