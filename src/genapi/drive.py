@@ -143,6 +143,7 @@ class Drive:
         timeouts: PublishTimeouts,
         group: Group | None,
         ledger: Ledger,
+        left_out: Mapping[WorkerId, Fence | None],
         probe: Probe,
         known: tuple[TensorMeta, ...] | None,
         commit: Callable[[], None],
@@ -160,6 +161,7 @@ class Drive:
         self._plan = plan
         self._timeouts = timeouts
         self._ledger = ledger
+        self._left_out = left_out
         self._probe = probe
         self._known = known
         self._levels = tx.checks.levels
@@ -530,7 +532,8 @@ class Drive:
         return self._buckets_left > 0
 
     async def _act_intend(self) -> bool:
-        await self._ledger.intend(self._version, self._workers_now())
+        now = {worker: progress.fence for worker, progress in self.tx.workers.items()}
+        await self._ledger.intend(self._version, [*now.items(), *self._left_out.items()])
         return False
 
     async def _act_commit(self) -> bool:
@@ -539,16 +542,14 @@ class Drive:
             if not is_proved(self.tx, progress):
                 verdict = conclude(self.tx, progress, self._admin.verdicts)
                 barriers[worker] = fence(self.tx, progress, verdict)
-        await self._ledger.commit(self._version, barriers.items(), context_rule(self._plan))
+        rows = [*barriers.items(), *self._left_out.items()]
+        await self._ledger.commit(self._version, rows, context_rule(self._plan))
         for worker, barrier in barriers.items():
             if barrier is not None:
                 # Whoever is not proved is kept from traffic before the version counts.
                 self._fleet.membership.fence(self._members[worker], barrier)
         self._commit()
         return False
-
-    def _workers_now(self) -> list[tuple[WorkerId, Fence | None]]:
-        return [(worker, progress.fence) for worker, progress in self.tx.workers.items()]
 
     _acts: Mapping[Act, Callable[["Drive"], Awaitable[bool]]] = {
         Act.STAGE: _act_stage,

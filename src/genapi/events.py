@@ -20,6 +20,7 @@ __all__ = (
     "RequestRetried",
     "SenderProgress",
     "WorkerFenced",
+    "WorkerLeftOut",
     "guarded",
     "ignore",
 )
@@ -86,6 +87,14 @@ class SenderProgress(Event):
 class WorkerFenced(Event):
     """A worker gets no more traffic."""
 
+    worker: WorkerId
+    reason: str
+
+
+class WorkerLeftOut(Event):
+    """A publication goes on without a worker, which stays fenced (`on_partial="serve"`)."""
+
+    version: PolicyVersion
     worker: WorkerId
     reason: str
 

@@ -108,6 +108,35 @@ class Member:
         return self.facts is not None and "admin" in self.facts.capabilities.missing
 
 
+class _Inherited:
+    """Fences of processes that took the place of one that a board fences.
+
+    A process that starts reading now never knew the one before it.
+    """
+
+    def __init__(self, board: BoardState) -> None:
+        self._board = board
+        self._listed = {worker.id for worker in board.workers}
+        fenced = [worker.id for worker in board.workers if worker.fence is not None]
+        # One that was never reached is listed by its place alone.
+        self._places = {*fenced, *(worker.rpartition("/")[0] for worker in fenced)}
+
+    def fence(self, member: Member, identity: WorkerId) -> Fence | None:
+        """The fence of a member that the board does not name, in a place that it fences."""
+        if not self._places or str(identity) in self._listed:
+            return None
+        held, committed = member.version(self._board.run), self._board.committed
+        if str(identity.model_copy(update={"instance": ""})) not in self._places or (
+            held is not None and held == committed
+        ):
+            return None
+        return Fence(
+            strength=FenceStrength.CLIENT,
+            reason=f"{identity} took the place of a fenced worker and was not published to since",
+            recovery=Recovery.REPUBLISH,
+        )
+
+
 @dataclass(slots=True)
 class Membership:
     """Every worker, in rank order, and the version they were proved to hold.
@@ -211,8 +240,11 @@ class Membership:
         """Take in what a board says: run, committed version, and fences of these workers."""
         self.run = self.run or board.run
         listed = {worker.id for worker in board.workers} if board.phase == "idle" else ()
+        inherited = _Inherited(board)
         for member in self.members.values():
-            fence = board.fence_of(str(member.id)) if member.id is not None else None
+            fence = None
+            if member.id is not None:
+                fence = board.fence_of(str(member.id)) or inherited.fence(member, member.id)
             if fence is not None and member.fence is None:
                 member.told = fence
                 self.fence(member, fence)

@@ -1,7 +1,7 @@
 """`WeightPublisher`: moves a policy onto every worker of a fleet, as one transaction."""
 
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,6 +21,7 @@ from genapi.errors import (
     TransportError,
     UnsupportedError,
 )
+from genapi.events import WorkerLeftOut
 from genapi.fleet import Fleet
 from genapi.ledger import Ledger
 from genapi.membership import Member
@@ -119,7 +120,9 @@ class WeightPublisher:
             probe_max_gap: most nats between a score of a worker and the trainer's own.
             timeouts: bounds of the phases.
             on_partial: `hold`: unless every worker committed nobody resumes. `serve`: with at least
-                `min_workers` proved they serve the version, and the others are fenced.
+                `min_workers` proved they serve the version, and the others are fenced. Whoever
+                refuses connections, gives no answer or has to be restarted is then left out from
+                the start, with a receipt, until it is back.
             min_workers: goes with `on_partial="serve"`, at least 1.
             max_workers_per_group: comes later.
             restarter: `async (worker, url)`: restarts a server that needs it. It is called before a
@@ -214,7 +217,8 @@ class WeightPublisher:
         """
         async with self._fleet.publishing:
             await self._take_lease()
-            members = await self._members(fresh=True)
+            members = await self._everyone(fresh=True)
+            _check_reached(members.values())
             version, rule = self._version_to_adopt(step, members)
             results = await fan_out(
                 {worker: partial(self._adopt, m.url, version) for worker, m in members.items()}
@@ -276,7 +280,8 @@ class WeightPublisher:
         Raises:
             ConfigError: the step is not newer, the cache decisions do not fit the mode, or
                 `probe_logprobs` does not fit the probe.
-            FleetError: a worker was never reached.
+            FleetError: a worker was never reached, or not restarted in time.
+            AuthError, ConfigError: from a server that might have had to be restarted.
             PublishError: not every worker committed; `.report` has a receipt for each.
         """
         _only_now(at_most=at_most, latest_only=latest_only)
@@ -289,11 +294,14 @@ class WeightPublisher:
         checks = self._checks(probe_logprobs)
         async with self._fleet.publishing:
             await self._take_lease()
-            await self._restart_broken()
+            missing = await self._restart_broken()
             if manifest_changed:
                 self._manifest = None
             report, cause = await self._try(step, source, plan, checks)
-            broken = any(r.recovery is Recovery.RESTART_THEN_PUBLISH for r in report.receipts)
+            broken = any(
+                r.recovery is Recovery.RESTART_THEN_PUBLISH and r.url not in missing
+                for r in report.receipts
+            )
             if broken and self._restarter is not None and not isinstance(cause, SupersededError):
                 try:
                     await self._restart_broken()
@@ -317,15 +325,19 @@ class WeightPublisher:
         self, step: int | PolicyVersion, source: WeightSource, plan: PausePlan, checks: Checks
     ) -> tuple[PublishReport, BaseException | None]:
         """One attempt: its report, and what it failed of."""
-        members = await self._members()
-        version = self._version_to_publish(step, members)
-        if version.attempt > 1:
+        serve = self._min_workers is not None
+        everyone = await self._everyone(fresh=serve)
+        version = self._version_to_publish(step, everyone)
+        if version.attempt > 1 and not serve:
             # Somebody else may have finished the step since this process read the workers.
-            members = await self._members(fresh=True)
-            version = self._version_to_publish(step, members)
+            everyone = await self._everyone(fresh=True)
+            version = self._version_to_publish(step, everyone)
         self._attempts[version.step] = version.attempt
+        left_out = await self._leave_out(everyone, version)
+        members = {worker: m for worker, m in everyone.items() if worker not in left_out}
+        _check_reached(members.values())
         await self._drop_group_unless(tuple(members))
-        drive = self._drive(version, source, members, plan, checks)
+        drive = self._drive(version, source, members, plan=plan, checks=checks, left_out=left_out)
         self._fleet.membership.publishing = True
         try:
             await drive.run()
@@ -333,21 +345,24 @@ class WeightPublisher:
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
             self._group = drive.group
-            report = self._settle(drive, members, version)
-            await self._write_end(drive, members, report)
+            report = self._settle(drive, everyone, version, left_out)
+            await self._write_end(drive, everyone, report)
         if report.committed:
             self._manifest = drive.manifest
         return report, drive.cause
 
-    async def _restart_broken(self) -> None:
+    async def _restart_broken(self) -> set[str]:
         """Have servers restarted that do not answer or cannot be healed, and wait for them.
 
+        Returns where a server was not back in time, if a publication may go on without it.
+
         Raises:
-            FleetError: a server was not back in time.
+            FleetError: a server was not back in time, and everybody is needed.
             AuthError, ConfigError: what answers does not let itself be administered.
         """
+        missing: set[str] = set()
         if self._restarter is None:
-            return
+            return missing
         await self._fleet.snapshot()
         results = await fan_out(
             {
@@ -355,9 +370,12 @@ class WeightPublisher:
                 for member in self._fleet.membership.members.values()
             }
         )
-        for result in results.values():
-            if isinstance(result, GenAPIError):
+        for url, result in results.items():
+            if isinstance(result, FleetError) and self._min_workers is not None:
+                missing.add(url)
+            elif isinstance(result, GenAPIError):
                 raise result
+        return missing
 
     async def _restart_if_broken(self, restarter: Restarter, member: Member) -> None:
         if _needs_restart(member) or (member.suspect and await self._absence(member) is not None):
@@ -398,8 +416,7 @@ class WeightPublisher:
     async def _restart(self, restarter: Restarter, member: Member) -> None:
         fleet, limit_s = self._fleet, self._timeouts.restart_s
         # One that this process never reached has no name yet but its address.
-        provider = fleet.membership.provider
-        old = member.id or WorkerId(provider=provider, component=member.url, instance="")
+        old = member.id or _nameless(fleet.membership.provider, member)
         with anyio.move_on_after(limit_s):
             await restarter(old, member.url)
             while True:
@@ -453,19 +470,45 @@ class WeightPublisher:
     def _salted(self) -> bool:
         return self._plan.prefix_cache == "salt"
 
-    async def _members(self, *, fresh: bool = False) -> dict[WorkerId, Member]:
+    async def _everyone(self, *, fresh: bool = False) -> dict[WorkerId, Member]:
+        """Every worker, in rank order; one that was never reached goes by its address."""
         membership = self._fleet.membership
         unread = any(m.id is None or m.suspect for m in membership.members.values())
         if fresh or unread:
             await self._fleet.snapshot()
-        strangers = [m.name for m in membership.members.values() if m.id is None]
-        if strangers:
-            message = (
-                f"workers {', '.join(strangers)} were never reached, so nothing can be published; "
-                "wait_ready() says why"
-            )
-            raise FleetError(message)
-        return {m.id: m for m in membership.members.values() if m.id is not None}
+        return {m.id or _nameless(membership.provider, m): m for m in membership.members.values()}
+
+    async def _leave_out(
+        self, everyone: Mapping[WorkerId, Member], version: PolicyVersion
+    ) -> dict[WorkerId, Receipt]:
+        """With `serve`, fence who cannot take part, where the others are enough; their receipts."""
+        if self._min_workers is None:
+            return {}
+        found = await fan_out(
+            {worker: partial(self._standing, member) for worker, member in everyone.items()}
+        )
+        fences = {worker: f for worker, f in found.items() if isinstance(f, Fence)}
+        if len(everyone) - len(fences) < self._min_workers:
+            return {}
+        receipts = {}
+        for worker, barrier in fences.items():
+            member = everyone[worker]
+            member.id = worker  # so that whoever comes in its place is known for a successor
+            if member.fence != barrier:
+                self._fleet.membership.fence(member, barrier)
+            event = WorkerLeftOut(version=version, worker=worker, reason=barrier.reason)
+            self._fleet.observe(event)
+            receipts[worker] = _left_out(worker, member, barrier)
+        return receipts
+
+    async def _standing(self, member: Member) -> Fence | None:
+        """The fence that keeps a worker from taking part, as it was just read; None = it may."""
+        absence = await self._absence(member) if member.suspect else None
+        if _needs_restart(member):
+            return member.fence
+        if absence is not None and absence.recovery is not Recovery.RESTART_THEN_PUBLISH:
+            return member.fence or absence  # what heals it once it answers is known already
+        return absence
 
     def _run_of(self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]) -> str:
         membership = self._fleet.membership
@@ -513,8 +556,10 @@ class WeightPublisher:
         version: PolicyVersion,
         source: WeightSource,
         members: dict[WorkerId, Member],
+        *,
         plan: PausePlan,
         checks: Checks,
+        left_out: Mapping[WorkerId, Receipt],
     ) -> Drive:
         facts = {w: m.facts for w, m in members.items() if m.facts is not None}
         try:
@@ -544,6 +589,7 @@ class WeightPublisher:
             timeouts=self._timeouts,
             group=self._group,
             ledger=self._ledger,
+            left_out={worker: receipt.fence for worker, receipt in left_out.items()},
             probe=self._probe,
             known=self._manifest,
             commit=partial(
@@ -555,10 +601,17 @@ class WeightPublisher:
         )
 
     def _settle(
-        self, drive: Drive, members: Mapping[WorkerId, Member], version: PolicyVersion
+        self,
+        drive: Drive,
+        everyone: Mapping[WorkerId, Member],
+        version: PolicyVersion,
+        left_out: Mapping[WorkerId, Receipt],
     ) -> PublishReport:
         tx = drive.tx
-        receipts = tuple(self._receipt(drive, worker, member) for worker, member in members.items())
+        receipts = tuple(
+            left_out[worker] if worker in left_out else self._receipt(drive, worker, member)
+            for worker, member in everyone.items()
+        )
         serving = sum(r.outcome is Outcome.COMMITTED and r.fence is None for r in receipts)
         committed = tx.committed and serving >= (self._min_workers or len(receipts))
         report = PublishReport(
@@ -649,6 +702,36 @@ class WeightPublisher:
             verified=("label",) if proved else (),
             error=error,
         )
+
+
+def _nameless(provider: str, member: Member) -> WorkerId:
+    """What a worker is called whose life was never read."""
+    return WorkerId(provider=provider, component=member.url, instance="")
+
+
+def _check_reached(members: Iterable[Member]) -> None:
+    strangers = [m.name for m in members if m.facts is None]
+    if strangers:
+        message = (
+            f"workers {', '.join(strangers)} were never reached, so nothing can be published; "
+            "wait_ready() says why"
+        )
+        raise FleetError(message)
+
+
+def _left_out(worker: WorkerId, member: Member, barrier: Fence) -> Receipt:
+    evidence = Evidence.NO_ANSWER if member.suspect else Evidence.NOT_BEGUN
+    return Receipt(
+        worker=worker,
+        url=member.url,
+        outcome=Outcome.UNTOUCHED,
+        evidence=Evidence.DEAD if barrier.strength is FenceStrength.DEAD else evidence,
+        version_before=None if member.suspect else member.version(None),
+        version_after=None if member.suspect else member.version(None),
+        fence=barrier,
+        recovery=barrier.recovery,
+        error=f"left out: {barrier.reason}",
+    )
 
 
 def _may_lack(member: Member, number: int, run: str) -> bool:

@@ -238,3 +238,34 @@ async def test_a_process_that_only_generates_learns_of_the_version_from_a_board_
     assert state.committed.step == 4
     async with process(cluster, url) as other:
         assert other.membership.committed == state.committed
+
+
+async def test_a_worker_that_was_left_out_is_fenced_in_every_process_until_it_is_included() -> None:
+    cluster, board = Cluster.from_query({"workers": "3"}), MemoryBoard()
+    async with process(cluster, board) as fleet, process(cluster, board) as other:
+        p = WeightPublisher(
+            fleet,
+            transport=genapi.weights.Memory(),
+            timeouts=QUICK,
+            on_partial="serve",
+            min_workers=2,
+        )
+        await p.adopt(0)
+        cluster.workers[1].kill()
+        report = await p.publish(1, source(1))
+        gone = report.receipts[1]
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.committed) == ("idle", report.version)
+        assert state.fence_of(str(gone.worker)) == gone.fence
+        cluster.workers[1].restart()
+        async with process(cluster, board) as late:
+            for reader in (fleet, other, late):
+                fences = [w.fence for w in (await reader.snapshot()).workers]
+                assert [f is not None for f in fences] == [False, True, False]
+                for session in "abcdefgh":
+                    reply = await reader.generate(request(session=session))
+                    assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+            assert (await p.publish(2, source(2))).committed
+            for reader in (fleet, other, late):
+                assert [w.fence for w in (await reader.snapshot()).workers] == [None] * 3

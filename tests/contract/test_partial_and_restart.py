@@ -5,8 +5,11 @@ import pytest
 
 import genapi
 from genapi import Outcome, WeightPublisher
+from genapi.embedded import Cluster, Fault
+from genapi.events import WorkerLeftOut
+from genapi.transports.memory import MemoryTransport
 from genapi.types.ids import WorkerId
-from genapi.types.worker import FenceStrength, Recovery
+from genapi.types.worker import Evidence, FenceStrength, Recovery
 from tests.contract.embedded import QUICK, Rig, greedy, request, rig, weights
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +50,139 @@ async def test_with_serve_those_that_are_proved_go_on_and_the_other_is_fenced() 
             assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
         again = await p.publish(2, source(0))
         assert [x.outcome for x in again.receipts] == [Outcome.COMMITTED] * 3
+
+
+async def serves_only(r: Rig, workers: set[str], seed: int) -> None:
+    for session in "abcdefgh":
+        reply = await r.fleet.generate(request(session=session))
+        assert reply.worker is not None
+        assert reply.worker.component in workers
+        assert reply.output.token_ids == greedy(seed, [1, 2, 3], 8)
+
+
+async def test_with_serve_a_worker_that_died_is_left_out_until_it_is_back() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=2)
+        await p.adopt(0)
+        r.fail(1, "/finish_weight_update", "die_before")
+        assert (await p.publish(1, source(1))).committed
+        for step in (2, 3):
+            r.events.clear()
+            report = await p.publish(step, source(step % 2))
+            assert report.committed
+            assert [x.url for x in report.receipts] == ["memory://0", "memory://1", "memory://2"]
+            gone = report.receipts[1]
+            assert (gone.outcome, gone.evidence) == (Outcome.UNTOUCHED, Evidence.DEAD)
+            assert gone.recovery is Recovery.RESTART_THEN_PUBLISH
+            assert gone.fence is not None
+            assert gone.fence.strength is FenceStrength.DEAD
+            told = [e for e in r.events if isinstance(e, WorkerLeftOut)]
+            assert [(e.version, e.worker) for e in told] == [(report.version, gone.worker)]
+        r.cluster.workers[1].restart()
+        await r.fleet.snapshot()
+        await serves_only(r, {"memory://0", "memory://2"}, 1)
+        report = await p.publish(4, source(0))
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 3
+        assert [x.fence for x in report.receipts] == [None] * 3
+        await serves_only(r, {"memory://0", "memory://1", "memory://2"}, 0)
+
+
+async def test_with_serve_a_worker_that_was_dead_before_the_first_publication_is_left_out() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=2)
+        r.cluster.workers[0].kill()
+        report = await p.publish(1, source(1))
+        assert [x.outcome for x in report.receipts] == [
+            Outcome.UNTOUCHED,
+            Outcome.COMMITTED,
+            Outcome.COMMITTED,
+        ]
+        await serves_only(r, {"memory://1", "memory://2"}, 1)
+
+
+async def test_with_serve_a_worker_that_nobody_ever_reached_is_left_out_and_fenced() -> None:
+    cluster = Cluster.from_query({"workers": "3"})
+    fleet = genapi.connect("embedded://", transport=MemoryTransport(cluster), run="r")
+    async with fleet:
+        cluster.workers[2].faults.add(Fault("/health", "die_before"))
+        r = Rig(fleet, cluster)
+        p = publisher(r, on_partial="serve", min_workers=2)
+        report = await p.publish(1, source(1))
+        assert [x.url for x in report.receipts] == ["memory://0", "memory://1", "memory://2"]
+        assert report.receipts[2].fence is not None
+        cluster.workers[2].restart()
+        await fleet.snapshot()
+        await serves_only(r, {"memory://0", "memory://1"}, 1)
+        report = await p.publish(2, source(0))
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 3
+
+
+async def test_with_serve_a_worker_that_cannot_be_healed_is_left_out() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=2)
+        await p.adopt(0)
+        r.fail(1, "/update_weights", "error")
+        with pytest.raises(genapi.PublishError):
+            await p.publish(1, source(1))
+        report = await p.publish(1, source(1))
+        assert report.committed
+        left_out = report.receipts[1]
+        assert (left_out.outcome, left_out.evidence) == (Outcome.UNTOUCHED, Evidence.NOT_BEGUN)
+        assert left_out.recovery is Recovery.RESTART_THEN_PUBLISH
+        await serves_only(r, {"memory://0", "memory://2"}, 1)
+
+
+async def test_with_serve_a_worker_that_gives_no_answer_is_left_out_until_it_does() -> None:
+    async with rig(3, options={"admin_timeout_s": 0.3}) as r:
+        p = publisher(r, on_partial="serve", min_workers=2)
+        await p.adopt(0)
+        for nth in (1, 2):
+            r.fail(1, "/health", "never_answer", nth=nth)
+        report = await p.publish(1, source(1))
+        silent = report.receipts[1]
+        assert (silent.outcome, silent.evidence) == (Outcome.UNTOUCHED, Evidence.NO_ANSWER)
+        assert silent.recovery is Recovery.REPUBLISH
+        await r.fleet.snapshot()
+        await serves_only(r, {"memory://0", "memory://2"}, 1)
+        report = await p.publish(2, source(0))
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 3
+
+
+async def test_with_serve_one_failed_read_leaves_nobody_out() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=2)
+        await p.adopt(0)
+        r.fail(1, "/health", "refuse")
+        report = await p.publish(1, source(1))
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 3
+
+
+async def test_with_serve_and_too_few_left_nobody_is_left_out() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=3)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError, match="inspect"):
+            await p.publish(1, source(1))
+        assert not [e for e in r.events if isinstance(e, WorkerLeftOut)]
+        assert r.labels[0] == r.labels[2]
+        assert "updating" not in r.labels[0]
+
+
+async def test_with_serve_a_server_that_does_not_come_back_is_left_out() -> None:
+    restarted: list[str] = []
+    async with rig(3) as r:
+
+        async def restart(worker: WorkerId, url: str) -> None:
+            restarted.append(url)
+
+        p = publisher(r, on_partial="serve", min_workers=2, restarter=restart)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        report = await p.publish(1, source(1))
+        assert report.committed
+        assert report.version.attempt == 1
+        assert restarted == ["memory://1"]
 
 
 async def test_with_too_few_that_are_proved_nobody_goes_on() -> None:
