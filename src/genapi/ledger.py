@@ -29,6 +29,11 @@ class Ledger:
         self._checked: tuple[object, float] = (None, -1.0)
         self._checking = asyncio.Lock()
 
+    @property
+    def holder(self) -> str:
+        """The name under which this publisher holds the board."""
+        return self._holder
+
     async def take(self, run: str | None) -> BoardState | None:
         """Take the lease, if it is not held yet; returns the record that was found.
 

@@ -38,6 +38,7 @@ from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCach
 from genapi.publication.ranks import Ranked, check_ranks, plan_ranks
 from genapi.publication.transaction import Progress, Transaction, conclude, fence
 from genapi.publication.verification import Checks, found_of, levels_of
+from genapi.types.board import BoardState
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import (
@@ -155,6 +156,7 @@ class WeightPublisher:
         self._ledger = Ledger(fleet.board)
         self._min_workers = min_workers
         self._restarter = restarter
+        self._left_open: BoardState | None = None
         self.last_report: PublishReport | None = None
 
     async def __aenter__(self) -> Self:
@@ -436,6 +438,21 @@ class WeightPublisher:
         found = await self._ledger.take(self._fleet.membership.run)
         if found is not None:
             self._fleet.membership.heed(found)
+            if found.phase == "publishing" and found.holder != self._ledger.holder:
+                self._left_open = found
+
+    def _doubt(self, found: BoardState) -> None:
+        """Whoever an open publication names may be half-updated, also where no label says so."""
+        membership, named = self._fleet.membership, {worker.id for worker in found.workers}
+        for member in membership.members.values():
+            mild = member.fence is None or member.fence.recovery is Recovery.REPUBLISH
+            if mild and str(member.id) in named:
+                barrier = Fence(
+                    strength=FenceStrength.PAUSED if member.is_paused else FenceStrength.CLIENT,
+                    reason=f"{found.holder} left the publication of {found.target} open",
+                    recovery=Recovery.CLOSE_THEN_REPUBLISH,
+                )
+                membership.fence(member, barrier)
 
     async def _write_end(
         self, drive: Drive, members: Mapping[WorkerId, Member], report: PublishReport
@@ -476,6 +493,10 @@ class WeightPublisher:
         unread = any(m.id is None or m.suspect for m in membership.members.values())
         if fresh or unread:
             await self._fleet.snapshot()
+        if self._left_open is not None:
+            self._doubt(self._left_open)
+            if all(m.facts is not None for m in membership.members.values()):
+                self._left_open = None
         return {m.id or _nameless(membership.provider, m): m for m in membership.members.values()}
 
     async def _leave_out(

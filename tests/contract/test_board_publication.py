@@ -12,6 +12,8 @@ from genapi import Outcome, PublishReport, SupersededError, TransportError, Weig
 from genapi.board import MemoryBoard, Reading, Token, open_board
 from genapi.embedded import Cluster, Fault
 from genapi.events import Event, PhaseStarted
+from genapi.providers.vllm.admin import VLLMAdmin
+from genapi.providers.vllm.provider import VLLM
 from genapi.transports.memory import MemoryTransport
 from genapi.types.board import BoardState
 from genapi.types.worker import Recovery
@@ -238,6 +240,48 @@ async def test_a_process_that_only_generates_learns_of_the_version_from_a_board_
     assert state.committed.step == 4
     async with process(cluster, url) as other:
         assert other.membership.committed == state.committed
+
+
+class Unmarked(VLLMAdmin):
+    """An engine whose label cannot be written ahead."""
+
+    marks = False
+
+
+class Plain(VLLM):
+    admin = Unmarked()
+
+
+@pytest.mark.parametrize("provider", [VLLM(), Plain()], ids=["marks", "no marks"])
+async def test_whoever_an_open_publication_names_is_healed_by_the_next_publisher(
+    provider: VLLM,
+) -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), Unreliable()
+    async with process(cluster, board) as fleet:
+        fleet.provider = provider  # type: ignore[assignment]  # an attribute narrower than `Admin`
+        p = WeightPublisher(
+            fleet, transport=genapi.weights.Memory(bucket_tensors=1), timeouts=QUICK
+        )
+        await p.adopt(0)
+        # As if it had been killed: without the board it sends nothing and writes nothing any more.
+        cluster.workers[1].faults.add(Fault("/update_weights", "peer_lost", nth=2))
+        at(fleet, "close", lambda: setattr(board, "is_down", True))
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError):
+            await p.publish(1, source(1))
+    board.is_down = False
+    state, _ = await board.read()
+    assert state is not None
+    assert state.phase == "publishing"
+    async with process(cluster, board) as other:
+        other.provider = provider  # type: ignore[assignment]  # an attribute narrower than `Admin`
+        p = publisher(other)
+        with pytest.raises(genapi.FleetError, match="cannot be adopted"):
+            await p.adopt(0)
+        report = await p.publish(2, source(2))
+        assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+        for session in "abcd":
+            reply = await other.generate(request(session=session))
+            assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
 
 
 async def test_a_worker_that_was_left_out_is_fenced_in_every_process_until_it_is_included() -> None:
