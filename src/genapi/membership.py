@@ -82,6 +82,11 @@ class Member:
         return self.facts is not None and self.facts.paused is True
 
     @property
+    def is_prefill(self) -> bool:
+        """Whether it is there to prefill for others."""
+        return self.facts is not None and self.facts.role is Role.PREFILL
+
+    @property
     def is_updating(self) -> bool:
         """Whether its label was written ahead: an update is under way, or was left half-done."""
         return self.facts is not None and is_updating_label(self.facts.label)
@@ -304,7 +309,12 @@ class Membership:
         During a publication of this very fleet requests go on to the workers, which queue them,
         unless it is `closed`.
         """
-        return [m for m in self.members.values() if not m.suspect and not self._bars(m)]
+        return [m for m in self.generating() if not m.suspect and not self._bars(m)]
+
+    def generating(self) -> list[Member]:
+        """Those that requests are for: prefill workers only where there is nobody else."""
+        members = list(self.members.values())
+        return [m for m in members if not m.is_prefill] or members
 
     def _bars(self, member: Member) -> bool:
         return member.fence is not None or (member.is_updating and not self.publishing)

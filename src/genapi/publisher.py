@@ -546,9 +546,11 @@ class WeightPublisher:
         run = self._run_of(step, members)
         held = [v for m in members.values() if (v := m.version(run)) is not None]
         version = version_to_adopt(step, held, run=run)
-        # A server that carries no version yet cached what its only weights made; of one that
-        # carries a version, only its publisher knows what the caches hold.
-        rule = self._fleet.membership.rules.get(version, "unknown" if held else "own")
+        # A server that carries no version yet cached what its only weights made, unless its cache
+        # outlives it; of one that carries a version, only its publisher knows what caches hold.
+        facts = [m.facts for m in members.values() if m.facts is not None]
+        is_known = not held and not any("drop_caches" in f.capabilities.missing for f in facts)
+        rule = self._fleet.membership.rules.get(version, "own" if is_known else "unknown")
         return version, rule
 
     def _version_to_publish(

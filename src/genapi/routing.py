@@ -99,10 +99,9 @@ class Routing:
 
     async def _outlast_update(self, run: Run) -> None:
         """Wait while everybody is in the middle of somebody's update, as a paused engine would."""
-        members = self._membership.members.values()
         with anyio.move_on_after(self._config.admin_timeout_s):
             while not self._membership.usable() and any(
-                m.is_updating and m.fence is None for m in members
+                m.is_updating and m.fence is None for m in self._membership.generating()
             ):
                 run.waits_for = "a worker that may get it; " + self._reasons()
                 await self._look()
@@ -125,12 +124,12 @@ class Routing:
 
     def _nobody(self) -> FleetError | TransportError:
         message = "no worker may get traffic; " + self._reasons()
-        if all(m.fence or m.left for m in self._membership.members.values()):
+        if all(m.fence or m.left for m in self._membership.generating()):
             return FleetError(message)
         return TransportError(message, phase="not_sent")
 
     def _reasons(self) -> str:
-        barriers = {m.name: m.fence or m.left for m in self._membership.members.values()}
+        barriers = {m.name: m.fence or m.left for m in self._membership.generating()}
         return "; ".join(
             f"{name}: {fence.reason} (way back: {fence.recovery})"
             if fence is not None

@@ -121,8 +121,9 @@ class Versions:
 
     def _is_held(self, run: Run) -> bool:
         run.bounds = self._bounds(run.request)
-        members = list(self._membership.members.values())
-        usable = self._membership.usable()
+        membership = self._membership
+        members = list(membership.members.values()) if self._routed else membership.generating()
+        usable = membership.usable()
         if not self._routed and not usable:
             return True  # the sending says why nobody may get traffic
         # Of a reply that names nobody, the oldest worker behind the router may be the author.

@@ -7,6 +7,7 @@ counts unless the reference's two best logits are too near to each other; see `k
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -431,3 +432,31 @@ async def test_wrong_keys_and_switched_off_routes_are_named(serve: Serve) -> Non
                         prompt_token_ids=[5] * 5000, sampling=SamplingParams(max_tokens=1)
                     )
                 )
+
+
+async def test_a_store_that_vllm_does_not_empty_is_refused_because_old_keys_outlive_weights(
+    serve: Serve, models: Models, oracle: Oracle, tmp_path: pathlib.Path
+) -> None:
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    with serve(1, flags=[f"--kv-transfer-config={json.dumps(connector)}"]) as (server,):
+        async with genapi.connect(target(server)) as fleet, publisher(fleet) as p:
+            await fleet.wait_ready(timeout_s=60)
+            await p.adopt(0)
+            await fleet.generate(request())
+            report = await failed(p, 1, weights(models.seed1))
+            assert [r.outcome for r in report.receipts] == [Outcome.UNTOUCHED]
+            assert "'ExampleConnector'" in (report.receipts[0].error or "")
+            allowed = await p.publish(
+                1, weights(models.seed1), in_flight_kv="stale", prefix_cache="stale"
+            )
+            assert allowed.committed
+            # A reset answers success, and the store has its entries still.
+            status, reset = server.request("POST", "/reset_prefix_cache?reset_external=true")
+            assert (status, reset) == (200, {"success": True})
+            reply = await fleet.generate(request())
+            assert [span.context for span in reply.output.policy.spans] == [None]
+            assert Judge(oracle, {1: models.seed1}).mismatches(reply, PROMPT) > 0

@@ -26,6 +26,8 @@ class VllmFlags:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    kv_connector: str | None = None
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
 
     @property
     def replica_size(self) -> int:
@@ -98,7 +100,28 @@ def vllm_config(flags: VllmFlags, engine: EngineConfig, *, instance_id: str) -> 
         },
         "scheduler_config": {"max_num_seqs": engine.max_num_seqs, "policy": "fcfs"},
         "lora_config": None,
-        "kv_transfer_config": None,
+        "kv_transfer_config": _kv_transfer_config(flags, engine_id=instance_id),
         "instance_id": instance_id,
         "weight_transfer_config": {"backend": BACKEND} if flags.weight_transfer else None,
+    }
+
+
+def _kv_transfer_config(flags: VllmFlags, *, engine_id: str) -> dict[str, Any] | None:
+    """What is told of a KV connector.
+
+    The embedded engine has none, as if it were one for prefill/decode pairs: without parameters in
+    a request those do nothing.
+    """
+    if flags.kv_connector is None:
+        return None
+    return {
+        "kv_connector": flags.kv_connector,
+        "engine_id": engine_id,
+        "kv_buffer_device": "cpu",
+        "kv_role": flags.kv_role,
+        "kv_port": 14579,
+        "kv_connector_extra_config": {},
+        "kv_connector_module_path": None,
+        "enable_permute_local_kv": False,
+        "kv_load_failure_policy": "fail",
     }

@@ -144,7 +144,36 @@ def test_logits_are_not_taken_for_logprobs(mode: str) -> None:
     [("kv_producer", Role.PREFILL), ("kv_consumer", Role.DECODE), ("kv_both", Role.UNIFIED)],
 )
 def test_the_role_follows_from_the_kv_connector(kv_role: str, role: Role) -> None:
-    assert inspect(configured(kv_transfer_config={"kv_role": kv_role})).role is role
+    transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role}
+    assert inspect(configured(kv_transfer_config=transfer)).role is role
+
+
+def test_a_role_without_a_connector_means_nothing() -> None:
+    transfer = {"kv_connector": None, "kv_role": "kv_producer"}
+    facts = inspect(configured(kv_transfer_config=transfer))
+    assert (facts.role, dict(facts.capabilities.missing)) == (Role.UNIFIED, {})
+
+
+@pytest.mark.parametrize(
+    ("connector", "is_emptied"),
+    [
+        ("OffloadingConnector", True),
+        ("SimpleCPUOffloadConnector", True),
+        ("ExampleConnector", False),
+        ("NixlConnector", False),
+        ("MultiConnector", False),
+        ("one of the users own", False),
+    ],
+)
+def test_a_connector_that_vllm_does_not_empty_keeps_what_older_weights_made(
+    connector: str, is_emptied: bool
+) -> None:
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    missing = inspect(configured(kv_transfer_config=transfer)).capabilities.missing
+    assert ("drop_caches" not in missing) == is_emptied
+    if not is_emptied:
+        assert repr(connector) in missing["drop_caches"]
+        assert "prefix_cache='stale'" in missing["drop_caches"]
 
 
 def test_internal_data_parallel_is_one_server_with_all_ranks() -> None:

@@ -21,6 +21,7 @@ from genapi.providers.vllm.errors import NOT_FOUND
 from genapi.providers.vllm.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Verdict
 from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
+from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
@@ -31,6 +32,7 @@ _CONFIRMATIONS = 3
 _NOTHING = sha256(b"").hexdigest()
 """The digest of a parameter that the model keeps elsewhere in another form."""
 _RESETS = 3
+_HERE = "this vLLM server"
 
 CACHES: Mapping[tuple[bool, InFlightKV, PrefixCache], bool | str] = MappingProxyType(
     {
@@ -82,11 +84,20 @@ class VLLMAdmin:
         """Refuse a worker that cannot be published to.
 
         Raises:
-            UnsupportedError: it has no admin routes, or the plan cannot be carried out.
+            UnsupportedError: it has no admin routes, it is half of a prefill/decode pair, or the
+                plan cannot be carried out.
             ConfigError: it sleeps, or receives weights by another backend.
         """
         _clears(plan)
-        facts.capabilities.require("admin", where="this vLLM server")
+        facts.capabilities.require("admin", where=_HERE)
+        if facts.role is not Role.UNIFIED:
+            raise UnsupportedError(
+                f"the server is a {facts.role} worker, to which genapi does not publish: keys and "
+                "values on their way between such servers would outlive their weights unseen; "
+                "start vLLM without --kv-transfer-config"
+            )
+        if plan.prefix_cache != "stale":
+            facts.capabilities.require("drop_caches", where=_HERE)
         if facts.asleep:
             raise ConfigError(
                 "the server sleeps, and an update would kill its engine: wake it with "

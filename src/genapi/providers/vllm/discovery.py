@@ -36,6 +36,8 @@ _SPANS_SINCE = (0, 32)
 _REFUSES_SINCE = (0, 33)  # READ: 0.33 answers 503 while paused by abort or wait
 _MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}
+_EMPTIED = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""The connectors that do what a reset asks; vLLM takes any other's silence for success."""
 
 # An id that nobody has: this route answers 200 where it exists, and aborts nothing (transcript
 # 40). Without ids it would answer 400, and the server would print a traceback each time.
@@ -100,6 +102,13 @@ def _facts(
         missing["admin"] = ADMIN_REMEDY
     elif backend is None:
         missing["weights"] = 'start vLLM with --weight-transfer-config \'{"backend": "..."}\''
+    connector = _kv_connector(config)
+    if connector is not None and connector not in _EMPTIED:
+        missing["drop_caches"] = (
+            f"keys and values of older weights stay in its KV connector {connector!r}, which "
+            "vLLM does not empty: start it without --kv-transfer-config, or publish with "
+            "prefix_cache='stale' (under mode='keep' also in_flight_kv='stale')"
+        )
     release = _release(engine_version)
     world_size = _read(ranks, "world_size", 1)
     if type(world_size) is not int or world_size < 1:
@@ -203,9 +212,16 @@ def _places(parallel: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
     )
 
 
+def _kv_connector(config: Mapping[str, Any]) -> str | None:
+    name = (config.get("kv_transfer_config") or {}).get("kv_connector")
+    return None if name is None else str(name)
+
+
 def _role(config: Mapping[str, Any]) -> Role:
-    transfer = config.get("kv_transfer_config") or {}
-    return _ROLES.get(str(transfer.get("kv_role")), Role.UNIFIED)
+    """A role without a connector means nothing to vLLM."""
+    if _kv_connector(config) is None:
+        return Role.UNIFIED
+    return _ROLES.get(str(config["kv_transfer_config"].get("kv_role")), Role.UNIFIED)
 
 
 def _refuse_stranger(health: HTTPReply, version: HTTPReply, models: HTTPReply) -> Flow[None]:
