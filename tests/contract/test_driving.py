@@ -166,6 +166,30 @@ async def test_what_was_answered_with_an_error_is_not_asked_again() -> None:
         assert "injected" in report.receipts[1].error
 
 
+@pytest.mark.parametrize("status", [404, 405])
+@pytest.mark.parametrize(
+    ("path", "operation", "outcome"),
+    [
+        ("/init_weight_transfer_engine", "join", Outcome.UNTOUCHED),
+        ("/pause", "pause", Outcome.UNTOUCHED),
+        ("/update_weight_version", "mark", Outcome.UNTOUCHED),
+        ("/start_weight_update", "begin", Outcome.UNKNOWN),
+        ("/update_weights", "update", Outcome.DIRTY),
+        ("/finish_weight_update", "finish", Outcome.DIRTY),
+        ("/resume", "resume", Outcome.COMMITTED),
+    ],
+)
+async def test_a_route_that_is_not_there_is_a_refusal_and_never_skipped(
+    path: str, operation: str, outcome: Outcome, status: int
+) -> None:
+    async with stand() as s:
+        s.fail(1, path, "error", status=status, body='{"detail":"Not here"}')
+        report = await failed(s, 1)
+        assert s.asked(operation).count("memory://1") == 1
+        assert report.receipts[1].outcome is outcome
+        assert "Not here" in (report.receipts[1].error or "")
+
+
 # preflight
 
 

@@ -235,6 +235,24 @@ async def test_a_wait_that_is_none_is_named(timeout_s: float) -> None:
 # connections
 
 
+async def test_making_and_opening_a_fleet_contacts_nobody() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply(503)
+
+    async with serving(answer) as server:
+        address = f"127.0.0.1:{server.port}"
+        for target in (f"vllm://{address}", f"vllm://127.0.0.1:9?workers={address}"):
+            fleet = genapi.connect(target, model="tiny", run="r", expect=Topology(workers=1))
+            genapi.WeightPublisher(fleet, transport=genapi.weights.Memory())
+            async with fleet:
+                for _ in range(20):
+                    await anyio.lowlevel.checkpoint()
+                assert server.connections == 0
+        async with genapi.connect(f"vllm://{address}") as fleet:
+            await fleet.snapshot()
+        assert server.connections > 0
+
+
 async def test_administration_takes_a_new_connection_for_every_call() -> None:
     async def refuse(exchange: Exchange) -> None:
         await exchange.reply(503)
