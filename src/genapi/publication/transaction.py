@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.shared import Shared
 from genapi.publication.table import TABLE, Act, Phase, Row, Who
 from genapi.publication.verification import DIFFERENT, Checks, compare
 from genapi.types.ids import WorkerId
@@ -107,12 +108,14 @@ class Progress:
         answers: the last answer to each operation.
         failure: the first answer that was not what the row needed.
         fence: the fence it had at the start.
+        open: the operation that it has not answered yet.
     """
 
     asked: tuple[Op, ...] = ()
     answers: Mapping[Op, Answer] = field(default_factory=dict)
     failure: tuple[Op, Answer] | None = None
     fence: Fence | None = None
+    open: Op | None = None
 
     def did(self, op: Op) -> bool:
         """Whether it answered that it did `op`."""
@@ -151,7 +154,7 @@ class Transaction:
         checks: how workers are verified.
         min_workers: how many proved workers may serve without the others; None = all have to be.
         phase: where it stands.
-        waiting: calls not answered yet.
+        unanswered: how many workers have not answered yet.
         acting: the publisher's own part that is not done yet.
         more: whether another bucket follows the one being sent.
         updates: how many buckets were begun.
@@ -170,7 +173,7 @@ class Transaction:
     checks: Checks = field(default_factory=Checks)
     min_workers: int | None = None
     phase: Phase = Phase.PREFLIGHT
-    waiting: frozenset[tuple[WorkerId, Op]] = frozenset()
+    unanswered: int = 0
     acting: Act | None = None
     more: bool = False
     updates: int = 0
@@ -188,6 +191,11 @@ class Transaction:
     def row(self) -> Row:
         """The row of the present phase."""
         return TABLE[self.phase]
+
+    @property
+    def waiting(self) -> frozenset[tuple[WorkerId, Op]]:
+        """Who has not answered yet, and what was asked."""
+        return frozenset((w, p.open) for w, p in self.workers.items() if p.open is not None)
 
 
 Step = tuple[Transaction, tuple[Command, ...]]
@@ -220,7 +228,7 @@ def advance(tx: Transaction, event: Event) -> Step:
                 tx, commands = _fail(tx, "cancelled")
             if tx.row.on_cancel == "cut":
                 commands = (*commands, Cut())
-    if tx.waiting or tx.acting is not None:
+    if tx.unanswered or tx.acting is not None:
         return tx, commands
     return _leave(tx, commands)
 
@@ -233,10 +241,10 @@ def _acted(tx: Transaction, act: Act) -> Transaction:
 
 
 def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step:
-    if (worker, op) not in tx.waiting:
+    before = tx.workers.get(worker)
+    if before is None or before.open is not op:
         message = f"nobody waits for {op} of {worker}"
         raise ValueError(message)
-    before = tx.workers[worker]
     if op is Op.READ and tx.phase is Phase.VERIFY and answer.done:
         answer = _checked_label(tx, answer)
     fails = not answer.done and not _tolerated(tx, answer)
@@ -244,12 +252,10 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
         before,
         answers={**before.answers, op: answer},
         failure=before.failure or ((op, answer) if fails else None),
+        open=None,
     )
-    tx = replace(
-        tx,
-        workers={**tx.workers, worker: progress},
-        waiting=tx.waiting - {(worker, op)},
-    )
+    workers = Shared.of(tx.workers).having(worker, progress)
+    tx = replace(tx, workers=workers, unanswered=tx.unanswered - 1)
     if not fails:
         return tx, ()
     return _fail(tx, f"{op} on {worker}: {answer.observed}: {answer.detail}")
@@ -325,8 +331,9 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
     if op is not None and asked:
         workers = dict(tx.workers)
         for worker in asked:
-            workers[worker] = replace(workers[worker], asked=(*workers[worker].asked, op))
-        tx = replace(tx, workers=workers, waiting=frozenset((w, op) for w in asked))
+            progress = workers[worker]
+            workers[worker] = replace(progress, asked=(*progress.asked, op), open=op)
+        tx = replace(tx, workers=Shared.of(workers), unanswered=len(asked))
         commands = (*commands, *(Ask(w, op) for w in asked))
     if phase is Phase.TRANSFER:
         tx = replace(tx, updates=tx.updates + 1, more=False)

@@ -208,6 +208,9 @@ class WorkerId(Value):
     component: str = ""
     instance: str
 
+    def __hash__(self) -> int:  # of `Value`, but faster: it is the key of every table of workers
+        return hash((self.provider, self.namespace, self.component, self.instance))
+
     def __str__(self) -> str:
         parts = (self.provider, self.namespace, self.component, self.instance)
         return "/".join(part for part in parts if part)
