@@ -363,15 +363,20 @@ class Drive:
         url = self._members[worker].url
         return await self._fleet.control.run(url, flow, operation=op, timeout_s=self._limit_s(op))
 
+    async def _who(self, worker: WorkerId, op: Op) -> tuple[WorkerFacts, WorkerId]:
+        """What answers where the worker was, and its identity."""
+        member = self._members[worker]
+        limit_s = self._limit_s(op)
+        facts = await self._fleet.inspect(member.url, known=member.facts, timeout_s=limit_s)
+        return facts, self._fleet.membership.identify(member.url, facts)
+
     async def _inspect(self, worker: WorkerId) -> Answer:
         url = self._members[worker].url
         membership = self._fleet.membership
-        facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.INSPECT))
-        found = membership.identify(url, facts)
+        facts, found = await self._who(worker, Op.INSPECT)
         if found != worker:
             # One odd read changes nothing: the change has to be seen twice.
-            facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.INSPECT))
-            found = membership.identify(url, facts)
+            facts, found = await self._who(worker, Op.INSPECT)
         if found != worker:
             membership.learn(url, facts)
             detail = f"{found} answers in place of {worker}; publish again to include it"
@@ -409,9 +414,7 @@ class Drive:
         label = {Op.MARK: self._version.updating_label, Op.UNMARK: found}.get(op, self.tx.label)
         if op is not Op.MARK:
             # A label of a version would be believed of whatever process has it.
-            url = self._members[worker].url
-            facts = await self._fleet.inspect(url, timeout_s=self._limit_s(op))
-            there = self._fleet.membership.identify(url, facts)
+            _, there = await self._who(worker, op)
             if there != worker:
                 return Answer(Observed.REFUSED, f"{there} answers in place of {worker}")
         answer = await self._flow(worker, op, self._admin.label(label))
@@ -438,8 +441,7 @@ class Drive:
     async def _probed(self, worker: WorkerId) -> Answer:
         """Read once more who answers, under which label, and how it scores the probe's ids."""
         url = self._members[worker].url
-        facts = await self._fleet.inspect(url, timeout_s=self._limit_s(Op.PROBE))
-        found = self._fleet.membership.identify(url, facts)
+        facts, found = await self._who(worker, Op.PROBE)
         self._fleet.membership.learn(url, facts)
         if found != worker or facts.label != self.tx.label:
             detail = f"{found} answers in place of {worker} and holds {facts.label!r}"

@@ -397,11 +397,19 @@ class Fleet:
         self._settle()
         return self._membership.snapshot()
 
-    async def inspect(self, url: str, *, timeout_s: float | None = None) -> WorkerFacts:
-        """What the worker at `url` is now, without taking it in; for genapi's own publisher."""
+    async def inspect(
+        self, url: str, *, known: WorkerFacts | None = None, timeout_s: float | None = None
+    ) -> WorkerFacts:
+        """What the worker at `url` is now, without taking it in; for genapi's own publisher.
+
+        Args:
+            url: where it is administered.
+            known: what it was when last read: what cannot change in one life is not read again.
+            timeout_s: bound in seconds; None = `admin_timeout_s`.
+        """
         return await self.control.run(
             url,
-            self.provider.inspect(),
+            self.provider.inspect(known),
             operation="inspect",
             timeout_s=timeout_s or self.config.admin_timeout_s,
         )

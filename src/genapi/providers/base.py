@@ -279,8 +279,12 @@ class Provider(Protocol):
         """The call that ends these generations."""
         ...
 
-    def inspect(self) -> Flow[WorkerFacts]:
+    def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
         """What this worker is and can do.
+
+        Args:
+            known: what it was when last read. Capabilities and ranks of the same instance may be
+                taken from there; instance, label, pause, sleep and health never.
 
         Raises:
             NotReadyError: it does not serve yet (starting, 503).

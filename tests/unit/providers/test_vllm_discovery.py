@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,3 +249,63 @@ def test_another_server_at_the_address_is_named(answers: Answers, who: str) -> N
 def test_an_answer_without_its_field_breaks_the_contract() -> None:
     with pytest.raises(ReplyError, match="expected 'is_paused'"):
         inspect({**recorded(), "/is_paused": {"paused": False}})
+
+
+# ------------------------------------------------------------------- a worker that is known already
+
+
+def again(answers: Answers, known: WorkerFacts) -> tuple[WorkerFacts, list[str]]:
+    found, made = play(PROVIDER.inspect(known), asks(answers))
+    return found, [call.path for call in made]
+
+
+READ_AGAIN = ["/health", "/server_info", "/weight_info", "/is_paused", "/is_sleeping"]
+
+
+def test_of_the_same_instance_only_what_may_have_changed_is_read() -> None:
+    known = inspect(recorded())
+    changed = {
+        **recorded(),
+        "/weight_info": {"weight_version": "genapi:r:1:1"},
+        "/is_paused": {"is_paused": True},
+        "/is_sleeping": {"is_sleeping": True},
+    }
+    found, made = again(changed, known)
+    assert made == READ_AGAIN
+    assert found == inspect(changed)
+    assert (found.label, found.paused) == ("genapi:r:1:1", True)
+
+
+def test_another_instance_is_read_in_full() -> None:
+    known = replace(inspect(recorded()), instance="another", ranks=7, label="before")
+    found, made = again(recorded(), known)
+    assert found == inspect(recorded())
+    assert made[: len(READ_AGAIN)] == READ_AGAIN
+    assert {"/version", "/v1/models", "/get_world_size"} <= set(made)
+
+
+def test_of_what_names_no_instance_nothing_is_taken_for_granted() -> None:
+    nameless = {p: a for p, a in recorded().items() if p != "/server_info"}
+    known = inspect(nameless)
+    assert known.instance is None
+    found, made = again(nameless, known)
+    assert found == known
+    assert "/v1/models" in made
+
+
+def test_a_known_worker_that_names_no_instance_any_more_is_read_in_full() -> None:
+    nameless = {p: a for p, a in recorded().items() if p != "/server_info"}
+    found, _ = again(nameless, inspect(recorded()))
+    assert found == inspect(nameless)
+
+
+@pytest.mark.parametrize("path", READ_AGAIN)
+@pytest.mark.parametrize(("status", "error"), [(401, AuthError), (503, NotReadyError)])
+def test_a_known_worker_that_answers_an_error_raises_it(
+    path: str, status: int, error: type[Exception]
+) -> None:
+    answers = {**recorded(), path: HTTPReply(status, b"{}")}
+    with pytest.raises(error):
+        inspect(answers)
+    with pytest.raises(error):
+        again(answers, inspect(recorded()))

@@ -27,6 +27,9 @@ from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
 __all__ = ("CACHES", "VLLMAdmin")
 
+_HEALTH = HTTPCall(method="GET", path="/health")
+_LABEL = HTTPCall(method="GET", path="/weight_info")
+_PAUSED = HTTPCall(method="GET", path="/is_paused")
 _MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
 _CONFIRMATIONS = 3
 _NOTHING = sha256(b"").hexdigest()
@@ -55,10 +58,6 @@ CACHES: Mapping[tuple[bool, InFlightKV, PrefixCache], bool | str] = MappingProxy
         (False, "recompute", "stale"): False,
     }
 )
-
-
-def _get(path: str) -> HTTPCall:
-    return HTTPCall(method="GET", path=path)
 
 
 def _post(path: str, body: Any = None, **query: str) -> HTTPCall:
@@ -125,7 +124,7 @@ class VLLMAdmin:
 
     def confirm(self) -> Flow[Answer]:
         """Read several times whether it is paused: each read may meet another API server."""
-        replies = yield from calls(*[_get("/is_paused")] * _CONFIRMATIONS)
+        replies = yield from calls(*[_PAUSED] * _CONFIRMATIONS)
         for reply in replies:
             if not reply.ok:
                 return answer_of(Op.CONFIRM, reply)
@@ -173,9 +172,7 @@ class VLLMAdmin:
 
     def read(self) -> Flow[Answer]:
         """Read label, pause and health. Facts: `label`, `paused`, `healthy`."""
-        health, label, paused = yield from calls(
-            _get("/health"), _get("/weight_info"), _get("/is_paused")
-        )
+        health, label, paused = yield from calls(_HEALTH, _LABEL, _PAUSED)
         if not health.ok:
             return Answer(Observed.DEAD, f"/health answered {health.status}", {"healthy": False})
         for reply in (label, paused):
@@ -190,7 +187,7 @@ class VLLMAdmin:
 
     def has_checksum(self) -> Flow[Answer]:
         """Whether /weight_checker is there: it takes POST alone, and refuses GET where it is."""
-        reply = yield from call(_get("/weight_checker"))
+        reply = yield from call(HTTPCall(method="GET", path="/weight_checker"))
         if reply.status == NOT_FOUND:
             return Answer(
                 Observed.REFUSED,

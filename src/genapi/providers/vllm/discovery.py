@@ -1,4 +1,4 @@
-"""What one vLLM server is and can do, read in two rounds of calls.
+"""What one vLLM server is and can do, read in two rounds of calls; in one if it is known already.
 
 The rule of this file: nothing is generated to find something out, and nothing is assumed of a
 server that was not read. A route that is missing becomes a missing capability with its remedy.
@@ -6,6 +6,7 @@ server that was not read. A route that is missing becomes a missing capability w
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from genapi.errors import ConfigError, NotReadyError, ReplyError
@@ -31,7 +32,7 @@ from genapi.wire.http import HTTPCall, HTTPReply
 
 __all__ = ("inspect",)
 
-_VERSION = re.compile(r"v?(\d+)\.(\d+)")
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)")
 _SPANS_SINCE = (0, 32)
 _REFUSES_SINCE = (0, 33)  # READ: 0.33 answers 503 while paused by abort or wait
 _MODES: dict[str, LogprobsMode] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
@@ -44,26 +45,36 @@ _EMPTIED = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 _SCALE_OUT_PROBE = HTTPCall(
     method="POST", path=ABORT_PATH, body=b'{"request_ids":["genapi-probe"]}'
 )
+_HEALTH = HTTPCall(method="GET", path="/health")
+_VERSION = HTTPCall(method="GET", path="/version")
+_MODELS = HTTPCall(method="GET", path="/v1/models")
+_INFO = HTTPCall(method="GET", path="/server_info", query={"config_format": "json"})
+_LABEL = HTTPCall(method="GET", path="/weight_info")
+_PAUSED = HTTPCall(method="GET", path="/is_paused")
+_SLEEPING = HTTPCall(method="GET", path="/is_sleeping")
+_RANKS = HTTPCall(method="GET", path="/get_world_size")
 
 
-def _get(path: str, **query: str) -> HTTPCall:
-    return HTTPCall(method="GET", path=path, query=query)
-
-
-def inspect() -> Flow[WorkerFacts]:
-    """What this worker is and can do: at most ten calls.
+def inspect(known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
+    """What this worker is and can do: at most ten calls, five when it is who it was before.
 
     `/server_info` takes seconds the first time in a server's life and milliseconds afterwards;
     it alone names the instance, so it is asked for along with the rest.
+
+    Args:
+        known: what it was when last read. Of the same instance only what may have changed since is
+            taken from this read; of whatever else answers, everything is read.
 
     Raises:
         NotReadyError: it does not serve yet.
         AuthError: it refused the key.
         ConfigError: another kind of server answers there.
     """
-    health, version, models = yield from calls(
-        _get("/health"), _get("/version"), _get("/v1/models")
-    )
+    if known is not None and known.instance is not None:
+        now = yield from _again(known)
+        if now is not None:
+            return now
+    health, version, models = yield from calls(_HEALTH, _VERSION, _MODELS)
     if health.status in (BAD_GATEWAY, UNAVAILABLE):
         raise error_of(health, now=0.0)
     for reply in (health, version, models):
@@ -74,16 +85,39 @@ def inspect() -> Flow[WorkerFacts]:
         yield from _refuse_stranger(health, version, models)
     replies = yield from calls(
         _SCALE_OUT_PROBE,
-        _get("/server_info", config_format="json"),
-        _get("/weight_info"),
-        _get("/is_paused"),
-        _get("/is_sleeping"),
-        _get("/get_world_size"),
+        _INFO,
+        _LABEL,
+        _PAUSED,
+        _SLEEPING,
+        _RANKS,
     )
     for reply in replies:
         if reply.status == UNAUTHORIZED:
             raise error_of(reply, now=0.0)
     return _facts(engine_version, models.json_object(), replies)
+
+
+def _again(known: WorkerFacts) -> Flow[WorkerFacts | None]:
+    """What may have changed in the life of one instance; None = another one may answer."""
+    replies = yield from calls(
+        _HEALTH,
+        _INFO,
+        _LABEL,
+        _PAUSED,
+        _SLEEPING,
+    )
+    if not all(reply.ok for reply in replies):
+        return None
+    _, info, label, paused, sleeping = replies
+    config = _read(info, "vllm_config", {})
+    if config.get("instance_id") is None or str(config["instance_id"]) != known.instance:
+        return None
+    return replace(
+        known,
+        label=_read(label, "weight_version", None),
+        paused=_read(paused, "is_paused", None),
+        asleep=_asleep(config, paused=paused, sleeping=sleeping),
+    )
 
 
 def _facts(
@@ -181,7 +215,7 @@ def _engine_version(reply: HTTPReply) -> str | None:
 
 
 def _release(version: str | None) -> tuple[int, int] | None:
-    match = _VERSION.match(version or "")
+    match = _RELEASE.match(version or "")
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -226,7 +260,7 @@ def _role(config: Mapping[str, Any]) -> Role:
 
 def _refuse_stranger(health: HTTPReply, version: HTTPReply, models: HTTPReply) -> Flow[None]:
     """Say which server answers instead of vLLM; one more call to know SGLang by name."""
-    sglang = yield from call(_get("/get_server_info"))
+    sglang = yield from call(HTTPCall(method="GET", path="/get_server_info"))
     seen = "; ".join(
         f"{path} answered {reply.status} {error_text(reply.body).message[:80]!r}"
         for path, reply in (("/health", health), ("/version", version), ("/v1/models", models))

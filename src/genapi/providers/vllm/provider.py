@@ -53,6 +53,6 @@ class VLLM:
         """The call that ends these generations."""
         return generate.abort(wire_ids)
 
-    def inspect(self) -> Flow[WorkerFacts]:
+    def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
         """What this worker is and can do."""
-        return discovery.inspect()
+        return discovery.inspect(known)
