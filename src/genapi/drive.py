@@ -4,14 +4,12 @@ The rule of this file: no decision about order or proof is taken here. The trans
 shielded task of its own, so that a cancellation is an event of the table and not an accident.
 """
 
-import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 
 from genapi.errors import (
     ConfigError,
@@ -168,6 +166,7 @@ class Drive:
         # Requests that a paused engine queued would go on with the resume: with a probe they wait
         # here from the pause on.
         self._closes = Phase.PAUSE if "probe" in self._levels else Phase.RESUME
+        self._limits_s = self._limits()
         self._commit = commit
         self._observe: Observe = fleet.observe
         self._stage = Stage(
@@ -185,7 +184,7 @@ class Drive:
         self._buckets_left = 0
         self._ends: tuple[int, ...] = ()
         self._digests: dict[str, str] = {}
-        self._events, self._inbox = anyio.create_memory_object_stream[Event](math.inf)
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._scopes: set[anyio.CancelScope] = set()
         self._cancelled = False
         self._phase_since = 0.0
@@ -212,30 +211,29 @@ class Drive:
                 await ended.wait()
             except anyio.get_cancelled_exc_class():
                 self._limit_all()
-                with suppress(anyio.ClosedResourceError):  # it ended in the same turn
-                    self._events.send_nowait(Cancelled())
+                self._inbox.put_nowait(Cancelled())
                 raise
 
     async def _run(self, ended: anyio.Event) -> None:
         try:
             with anyio.CancelScope(shield=True):
-                async with anyio.create_task_group() as tasks, self._stage:
+                async with asyncio.TaskGroup() as tasks, self._stage:
                     await self._walk(tasks)
                 await self._leave_group()
         finally:
-            self._events.close()
-            self._inbox.close()
             ended.set()
 
-    async def _walk(self, tasks: TaskGroup) -> None:
+    async def _walk(self, tasks: asyncio.TaskGroup) -> None:
         self._phase_since = anyio.current_time()
         self._observe(PhaseStarted(version=self._version, phase=self.tx.phase))
         self._take(*begin(self.tx), tasks)
         while not self.tx.ended:
-            event = await self._inbox.receive()
+            event = await self._inbox.get()
             self._take(*advance(self.tx, event), tasks)
 
-    def _take(self, tx: Transaction, commands: tuple[Command, ...], tasks: TaskGroup) -> None:
+    def _take(
+        self, tx: Transaction, commands: tuple[Command, ...], tasks: asyncio.TaskGroup
+    ) -> None:
         before, self.tx = self.tx, tx
         if tx.phase is not before.phase:
             self._entered(tx, before.phase)
@@ -244,9 +242,9 @@ class Drive:
         for command in commands:
             match command:
                 case Ask(worker, op):
-                    tasks.start_soon(self._ask, worker, op, tx.row.retries)
+                    tasks.create_task(self._ask(worker, op, retries=tx.row.retries))
                 case Acted(act):
-                    tasks.start_soon(self._act, act)
+                    tasks.create_task(self._act(act))
                 case Abandon():
                     self._abandon()
                 case Cut():
@@ -263,15 +261,12 @@ class Drive:
         if not tx.ended:
             self._observe(PhaseStarted(version=self._version, phase=tx.phase))
 
-    @contextmanager
-    def _bounded(self, limit_s: float) -> Iterator[anyio.CancelScope]:
+    def _bounded(self, limit_s: float) -> anyio.CancelScope:
+        """A scope that a cancellation of the publication shortens, and `Cut` ends."""
         limit_s = min(limit_s, self._timeouts.cleanup_s) if self._cancelled else limit_s
-        with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
-            self._scopes.add(scope)
-            try:
-                yield scope
-            finally:
-                self._scopes.discard(scope)
+        scope = anyio.CancelScope(deadline=anyio.current_time() + limit_s)
+        self._scopes.add(scope)
+        return scope
 
     def _limit_all(self) -> None:
         self._cancelled = True
@@ -279,24 +274,25 @@ class Drive:
         for scope in self._scopes:
             scope.deadline = min(scope.deadline, deadline)
 
-    async def _ask(self, worker: WorkerId, op: Op, retries: bool) -> None:  # noqa: FBT001 - start_soon passes by position
-        limit_s = self._limit_s(op)
+    async def _ask(self, worker: WorkerId, op: Op, *, retries: bool) -> None:
+        limit_s = self._limits_s[op]
         if op is Op.PAUSE:
             self.times.paused_from[worker] = anyio.current_time()
         answer = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
-        with self._bounded(limit_s):
+        with self._bounded(limit_s) as scope:
             answer = await self._answer(worker, op)
             for wait in _RETRY_WAITS_S if retries else ():
                 if answer.observed not in _UNANSWERED:
                     break
                 await anyio.sleep(wait)
                 answer = await self._answer(worker, op)
+        self._scopes.discard(scope)
         delivery = self._deliveries.pop(worker, None) if op is Op.UPDATE else None
         if answer.observed is Observed.LOST and delivery is not None and delivery.was_taken:
             answer = Answer(Observed.DONE, "the reply was lost after the bucket was taken")
         if op is Op.RESUME and answer.done:
             self.times.paused_to[worker] = anyio.current_time()
-        self._events.send_nowait(Answered(worker, op, answer))
+        self._inbox.put_nowait(Answered(worker, op, answer))
 
     async def _answer(self, worker: WorkerId, op: Op) -> Answer:
         try:
@@ -344,29 +340,16 @@ class Drive:
             case Op.SHUT:
                 return await self._shut(worker)
             case _:
-                return await self._flow(worker, op, self._plain(op))
-
-    def _plain(self, op: Op) -> Flow[Answer]:
-        admin, label = self._admin, self.tx.label
-        flows: Mapping[Op, Callable[[], Flow[Answer]]] = {
-            Op.PAUSE: lambda: admin.pause(self._plan),
-            Op.CONFIRM: admin.confirm,
-            Op.HEAL: admin.heal,
-            Op.BEGIN: admin.begin,
-            Op.FINISH: lambda: admin.finish(label if admin.finish_sets_label else None),
-            Op.RESUME: lambda: admin.resume(self._plan),
-            Op.CLOSE: admin.close,
-        }
-        return flows[op]()
+                return await self._flow(worker, op, self._plain[op](self))
 
     async def _flow(self, worker: WorkerId, op: Op, flow: Flow[Answer]) -> Answer:
         url = self._members[worker].url
-        return await self._fleet.control.run(url, flow, operation=op, timeout_s=self._limit_s(op))
+        return await self._fleet.control.run(url, flow, operation=op, timeout_s=self._limits_s[op])
 
     async def _who(self, worker: WorkerId, op: Op) -> tuple[WorkerFacts, WorkerId]:
         """What answers where the worker was, and its identity."""
         member = self._members[worker]
-        limit_s = self._limit_s(op)
+        limit_s = self._limits_s[op]
         facts = await self._fleet.inspect(member.url, known=member.facts, timeout_s=limit_s)
         return facts, self._fleet.membership.identify(member.url, facts)
 
@@ -480,17 +463,18 @@ class Drive:
     async def _act(self, act: Act) -> None:
         limit_s = self._act_limit_s(act)
         outcome: ActDone | ActFailed = ActFailed(act, f"not done within {limit_s:g} s")
-        with self._bounded(limit_s):
+        with self._bounded(limit_s) as scope:
             try:
                 outcome = ActDone(act, more=await self._acts[act](self))
             except Exception as error:  # noqa: BLE001 - a source may raise anything
                 self.blame(error)
                 outcome = ActFailed(act, f"{type(error).__name__}: {error}")
+        self._scopes.discard(scope)
         if isinstance(outcome, ActFailed):
             if act is Act.JOIN:
                 self._sender.put(None)
             self._bucket.put(None)
-        self._events.send_nowait(outcome)
+        self._inbox.put_nowait(outcome)
 
     async def _act_stage(self) -> bool:
         await self._stage.prepare()
@@ -561,6 +545,18 @@ class Drive:
         Act.COMMIT: _act_commit,
     }
 
+    _plain: Mapping[Op, Callable[["Drive"], Flow[Answer]]] = {
+        Op.PAUSE: lambda self: self._admin.pause(self._plan),
+        Op.CONFIRM: lambda self: self._admin.confirm(),
+        Op.HEAL: lambda self: self._admin.heal(),
+        Op.BEGIN: lambda self: self._admin.begin(),
+        Op.FINISH: lambda self: self._admin.finish(
+            self.tx.label if self._admin.finish_sets_label else None
+        ),
+        Op.RESUME: lambda self: self._admin.resume(self._plan),
+        Op.CLOSE: lambda self: self._admin.close(),
+    }
+
     def _abandon(self) -> None:
         self._stage.abandon()
         if self.group is not None:
@@ -581,7 +577,8 @@ class Drive:
             )
         )
 
-    def _limit_s(self, op: Op) -> float:
+    def _limits(self) -> Mapping[Op, float]:
+        """Seconds that one worker may take for each operation, retries included."""
         limits = self._timeouts
         checksum_s = limits.checksum_s if "checksum" in self._levels else 0.0
         probe_s = limits.probe_s if "probe" in self._levels else 0.0
@@ -602,7 +599,7 @@ class Drive:
             Op.CLOSE: limits.cleanup_s,
             Op.PROBE: limits.verify_s + probe_s,
             Op.SHUT: limits.pause_s + limits.label_s,
-        }[op]
+        }
 
     def _act_limit_s(self, act: Act) -> float:
         limits = self._timeouts
