@@ -14,7 +14,7 @@ from genapi.transports.memory import MemoryTransport
 from genapi.weights import Memory
 from genapi.weights.base import Bucket
 from genapi.weights.memory import MemorySender
-from genapi.wire.http import HTTPCall
+from genapi.wire.http import HTTPCall, HTTPReply
 
 
 async def at_once() -> None:
@@ -112,12 +112,21 @@ class RecordedCalls(MemoryTransport):
         self.calls: list[tuple[str, str, Any]] = []
         self.on_piece: Callable[[int], Awaitable[None]] = _no_piece
 
+    def _note(self, base_url: str, call: HTTPCall) -> None:
+        body = msgspec.json.decode(call.body) if call.body else None
+        self.calls.append((base_url, call.path, body))
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        self._note(base_url, call)
+        return await super().send(base_url, call, headers=headers)
+
     @asynccontextmanager
     async def stream(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
     ) -> AsyncIterator[StreamReply]:
-        body = msgspec.json.decode(call.body) if call.body else None
-        self.calls.append((base_url, call.path, body))
+        self._note(base_url, call)
         async with super().stream(base_url, call, headers=headers) as reply:
             if reply.headers.get("content-type", "").startswith("text/event-stream"):
                 reply = replace(reply, chunks=self._pieces(reply.chunks))  # noqa: PLW2901

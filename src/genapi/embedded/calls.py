@@ -41,7 +41,7 @@ class ByteStream(AsyncIterator[bytes]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One request; `attachment` carries arrays past the wire, in process only."""
+    """One request, header names in lower case; `attachment` carries arrays past the wire."""
 
     method: str
     path: str

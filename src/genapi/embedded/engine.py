@@ -165,7 +165,8 @@ class Engine:
             result: T = await turn.result
         else:
             result = effect()
-            self._wake.set()
+            if self._waiting or self._running:
+                self._wake.set()
         await self.clock.sleep(self.config.rpc_s)
         return result
 

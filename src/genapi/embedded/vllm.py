@@ -7,6 +7,7 @@ Switches of the configuration are flags and environment of a real server. Replie
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from itertools import count
 from typing import Any, cast
@@ -36,7 +37,7 @@ from .vllm_weights import PeerLost, WeightSession, WorkerError
 
 __all__ = ("VllmConfig", "VllmServer")
 
-_Handler = Callable[[Call], Awaitable[Reply]]
+_Handler = Callable[["VllmServer", Call], Awaitable[Reply]]
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 
 
@@ -64,7 +65,7 @@ class VllmServer:
             world=config.replica_size * config.data_parallel_size,
             backend=BACKEND if config.weight_transfer else None,
         )
-        self._routes = self._table()
+        self._routes = self._table(config)
 
     async def handle(self, call: Call, fault: Fault | None) -> Reply:
         """Answer one call as the real server would.
@@ -86,7 +87,7 @@ class VllmServer:
             else None
         )
         try:
-            return await handler(call)
+            return await handler(self, call)
         except Refusal as refusal:
             return refusal.reply
         except EngineDeadError:
@@ -94,41 +95,42 @@ class VllmServer:
         except WorkerError as error:
             return worker_failed(str(error)).reply
 
-    def _table(self) -> dict[str, dict[str, _Handler]]:
+    @classmethod
+    @cache
+    def _table(cls, config: VllmFlags) -> dict[str, dict[str, _Handler]]:
+        """The routes of a server with these flags."""
         routes: dict[str, dict[str, _Handler]] = {
-            "/health": {"GET": self._health},
-            "/version": {"GET": self._version},
-            "/v1/models": {"GET": self._models},
+            "/health": {"GET": cls._health},
+            "/version": {"GET": cls._version},
+            "/v1/models": {"GET": cls._models},
         }
-        if self._config.scale_out:
-            routes["/inference/v1/generate"] = {"POST": self._generate}
-            routes["/inference/v1/abort_requests"] = {"POST": self._abort_listed}
-        elif not self._config.is_line("0.31"):
-            routes["/inference/v1/generate"] = {"POST": self._scale_out_off}
-        if self._config.dev_mode:
+        if config.scale_out:
+            routes["/inference/v1/generate"] = {"POST": cls._generate}
+            routes["/inference/v1/abort_requests"] = {"POST": cls._abort_listed}
+        elif not config.is_line("0.31"):
+            routes["/inference/v1/generate"] = {"POST": cls._scale_out_off}
+        if config.dev_mode:
             routes |= {
-                "/get_world_size": {"GET": self._world_size},
-                "/server_info": {"GET": self._server_info},
-                "/is_paused": {"GET": self._is_paused},
-                "/is_sleeping": {"GET": self._is_sleeping},
-                "/weight_info": {"GET": self._weight_info},
-                "/pause": {"POST": self._pause},
-                "/resume": {"POST": self._resume},
-                "/sleep": {"POST": self._sleep},
-                "/wake_up": {"POST": self._wake_up},
-                "/abort_requests": {"POST": self._abort_any},
-                "/reset_prefix_cache": {"POST": self._reset_prefix_cache},
-                "/init_weight_transfer_engine": {"POST": self._init_weight_transfer},
-                "/start_weight_update": {"POST": self._start_weight_update},
-                "/update_weights": {"POST": self._update_weights},
-                "/finish_weight_update": {"POST": self._finish_weight_update},
-                "/update_weight_version": {"POST": self._update_weight_version},
+                "/get_world_size": {"GET": cls._world_size},
+                "/server_info": {"GET": cls._server_info},
+                "/is_paused": {"GET": cls._is_paused},
+                "/is_sleeping": {"GET": cls._is_sleeping},
+                "/weight_info": {"GET": cls._weight_info},
+                "/pause": {"POST": cls._pause},
+                "/resume": {"POST": cls._resume},
+                "/sleep": {"POST": cls._sleep},
+                "/wake_up": {"POST": cls._wake_up},
+                "/abort_requests": {"POST": cls._abort_any},
+                "/reset_prefix_cache": {"POST": cls._reset_prefix_cache},
+                "/init_weight_transfer_engine": {"POST": cls._init_weight_transfer},
+                "/start_weight_update": {"POST": cls._start_weight_update},
+                "/update_weights": {"POST": cls._update_weights},
+                "/finish_weight_update": {"POST": cls._finish_weight_update},
+                "/update_weight_version": {"POST": cls._update_weight_version},
             }
-            if not self._config.is_line("0.31"):
-                routes["/shutdown_weight_transfer_engine"] = {
-                    "POST": self._shutdown_weight_transfer
-                }
-                routes["/weight_checker"] = {"POST": self._weight_checker}
+            if not config.is_line("0.31"):
+                routes["/shutdown_weight_transfer_engine"] = {"POST": cls._shutdown_weight_transfer}
+                routes["/weight_checker"] = {"POST": cls._weight_checker}
         return routes
 
     def _locked(self, call: Call) -> bool:

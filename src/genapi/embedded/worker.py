@@ -83,14 +83,6 @@ class Worker:
         fault = self.faults.take(call.path)
         if process.gone.is_set() or (fault is not None and fault.action == "refuse"):
             raise ConnectionRefusedError(f"worker {self._index} takes no connections")
-        call = Call(
-            method=call.method,
-            path=call.path,
-            query=call.query,
-            headers={name.lower(): value for name, value in call.headers.items()},
-            body=call.body,
-            attachment=call.attachment,
-        )
         if fault is not None:
             return await self._mishandle(process, call, fault)
         reply = await process.server.handle(call, None)

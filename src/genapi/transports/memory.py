@@ -90,9 +90,14 @@ class MemoryTransport:
         Raises:
             TransportError: there is none; its phase says whether the server may have acted.
         """
-        async with self.stream(base_url, call, headers=headers) as reply:
-            body = b"".join([chunk async for chunk in reply.chunks])
-        return HTTPReply(reply.status, body, reply.headers, reply.url)
+        reply = await self._handle(base_url, call, headers)
+        body = reply.body
+        if not isinstance(body, bytes):
+            try:
+                body = b"".join([chunk async for chunk in _many(body, base_url, call)])
+            finally:
+                await reply.body.aclose()
+        return HTTPReply(reply.status, body, _lower(reply.headers), base_url + call.path)
 
     @asynccontextmanager
     async def stream(
@@ -103,20 +108,12 @@ class MemoryTransport:
         Raises:
             TransportError: there is none, or its body broke off.
         """
-        if self._closed:
-            raise _lost(base_url, call, "this transport is closed", phase="not_sent")
-        await self._cluster.open()
-        try:
-            reply = await self._cluster.handle(_index(base_url), _memory_call(call, headers))
-        except ConnectionRefusedError as error:
-            raise _lost(base_url, call, str(error), phase="not_sent") from error
-        except ConnectionResetError as error:
-            raise _lost(base_url, call, str(error), phase="may_have_run") from error
+        reply = await self._handle(base_url, call, headers)
         whole = isinstance(reply.body, bytes)
         try:
             yield StreamReply(
                 status=reply.status,
-                headers={name.lower(): value for name, value in reply.headers.items()},
+                headers=_lower(reply.headers),
                 chunks=_one(reply.body) if whole else _many(reply.body, base_url, call),
                 framed=True,
                 url=base_url + call.path,
@@ -124,6 +121,17 @@ class MemoryTransport:
         finally:
             if not whole:
                 await reply.body.aclose()
+
+    async def _handle(self, base_url: str, call: HTTPCall, headers: Mapping[str, str]) -> Any:
+        if self._closed:
+            raise _lost(base_url, call, "this transport is closed", phase="not_sent")
+        await self._cluster.open()
+        try:
+            return await self._cluster.handle(_index(base_url), _memory_call(call, headers))
+        except ConnectionRefusedError as error:
+            raise _lost(base_url, call, str(error), phase="not_sent") from error
+        except ConnectionResetError as error:
+            raise _lost(base_url, call, str(error), phase="may_have_run") from error
 
     async def aclose(self) -> None:
         """Stop the cluster; calls in flight end with `TransportError`."""
@@ -140,8 +148,7 @@ def _index(base_url: str) -> int:
 
 def _memory_call(call: HTTPCall, headers: Mapping[str, str]) -> MemoryCall:
     sent = {} if call.body is None else {"content-type": "application/json"}
-    for more in (call.headers, headers):
-        sent.update((name.lower(), value) for name, value in more.items())
+    sent |= _lower(call.headers) | _lower(headers)
     return MemoryCall(
         method=call.method,
         path=call.path,
@@ -150,6 +157,10 @@ def _memory_call(call: HTTPCall, headers: Mapping[str, str]) -> MemoryCall:
         body=call.body or b"",
         attachment=call.attachment,
     )
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
 
 
 async def _one(body: bytes) -> AsyncIterator[bytes]:

@@ -46,7 +46,8 @@ class Client:
     ) -> Reply:
         raw = b"" if body is None else json.dumps(body).encode()
         query = {name: str(value) for name, value in (query or {}).items()}
-        call = Call(method, path, query, headers or {}, raw, attachment)
+        sent = {name.lower(): value for name, value in (headers or {}).items()}
+        call = Call(method, path, query, sent, raw, attachment)
         with anyio.fail_after(LIMIT_S):
             return await self.worker.handle(call)
 
