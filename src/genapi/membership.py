@@ -244,12 +244,13 @@ class Membership:
     def heed(self, board: BoardState) -> None:
         """Take in what a board says: run, committed version, and fences of these workers."""
         self.run = self.run or board.run
-        listed = {worker.id for worker in board.workers} if board.phase == "idle" else ()
+        fences = {worker.id: worker.fence for worker in board.workers}
+        listed = fences.keys() if board.phase == "idle" else ()
         inherited = _Inherited(board)
         for member in self.members.values():
             fence = None
             if member.id is not None:
-                fence = board.fence_of(str(member.id)) or inherited.fence(member, member.id)
+                fence = fences.get(str(member.id)) or inherited.fence(member, member.id)
             if fence is not None and member.fence is None:
                 member.told = fence
                 self.fence(member, fence)

@@ -179,10 +179,11 @@ def compare_checksums(
     found: dict[K, Compared] = {}
     for keys in groups.values():
         held = {key: tuple(sorted(sums[key][1].items())) for key in keys}
-        (usual, count), *_ = Counter(held.values()).most_common()
+        holders = Counter(held.values())
+        (usual, count), *_ = holders.most_common(1)
         decided = 2 * count > len(keys)
         for key in keys:
-            same = sum(other == held[key] for other in held.values()) - 1
+            same = holders[held[key]] - 1
             fault = None
             if not decided:
                 fault = "workers hold different bytes, and no majority agrees"
