@@ -16,24 +16,28 @@ import http.client
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ("Server", "ServerError", "serving", "start", "wait_ready")
+__all__ = ("Server", "ServerError", "free_port", "port_was_taken", "serving", "start", "wait_ready")
 
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 20.0
 PORT_TRIES = 3
 LOOK_EVERY_S = 0.2
 PORT_TAKEN = "ddress already in use"
+PORTS = range(15000, 32000)
+"""Below those that outgoing connections get: nobody takes one while its server restarts, and no
+client that connects to a port without a server is connected to itself."""
 
 # Each with the reason why a server on a small machine without a GPU needs it.
 SETTINGS = {
@@ -73,11 +77,13 @@ class Server:
         url: its base URL.
         log: the file that holds all its output.
         process: its API server process, the leader of its process group.
+        gone: set when the whole group has ended; its id may then be another's.
     """
 
     url: str
     log: pathlib.Path
     process: subprocess.Popen[bytes]
+    gone: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
     def pid(self) -> int:
@@ -120,9 +126,11 @@ class Server:
         return status == http.HTTPStatus.OK
 
     def kill(self) -> None:
-        """Kill the API server and the engine, as a machine that fails would."""
-        self._signal_group(signal.SIGKILL)
-        self._wait_for_group()
+        """Kill the API server and the engine, as a machine that fails would; again does nothing."""
+        if not self.gone.is_set():
+            self._signal_group(signal.SIGKILL)
+            self._wait_for_group()
+            self.gone.set()
 
     def stop(self) -> None:
         """Ask it to stop, then kill what is left."""
@@ -180,7 +188,7 @@ def serving(
                     break
                 except ServerError:
                     # The port was free when it was chosen; somebody else may have been quicker.
-                    if attempt > PORT_TRIES or PORT_TAKEN not in candidate.log_tail(200):
+                    if attempt > PORT_TRIES or not port_was_taken(candidate):
                         raise
                 candidate = launch(number, attempt)
             ready.append(candidate)
@@ -193,13 +201,19 @@ def start(
     *,
     folder: pathlib.Path,
     flags: Sequence[str] = (),
+    port: int | None = None,
 ) -> Server:
-    """Start a server and return at once; its log and caches go to `folder`."""
+    """Start a server and return at once; its log goes to `folder`, its cache beside the model.
+
+    Without `port` it gets one that is free.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    port = _free_port()
+    port = port or free_port()
     variables = {k: v for k, v in os.environ.items() if k not in REMOVED} | SETTINGS
-    variables["VLLM_CACHE_ROOT"] = variables["VLLM_CONFIG_ROOT"] = str(folder / "vllm")
+    variables["VLLM_CONFIG_ROOT"] = str(folder / "vllm")
+    # What the first server finds out about the model's class takes each other one 10 s.
+    variables["VLLM_CACHE_ROOT"] = str(model.parent / "vllm")
     python = environment / "bin" / "python"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -234,7 +248,15 @@ def _pause() -> None:
     threading.Event().wait(LOOK_EVERY_S)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody listens at."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("no port is free")
+
+
+def port_was_taken(server: Server) -> bool:
+    """Whether a server ended because somebody else listens at its port."""
+    return PORT_TAKEN in server.log_tail(200)

@@ -1,0 +1,5 @@
+"""The fixtures of real engines, for scenarios that kill them."""
+
+from tests.engines.conftest import models, oracle, serve, transformers, vllm_environment
+
+__all__ = ("models", "oracle", "serve", "transformers", "vllm_environment")
