@@ -61,7 +61,7 @@ async def test_a_fleet_of_another_shape_than_expected_is_not_ready_and_says_what
     )
     async with fleet:
         with anyio.fail_after(5), pytest.raises(genapi.FleetError, match=message):
-            await fleet.wait_ready(timeout_s=0.15)
+            await fleet.wait_ready(timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
