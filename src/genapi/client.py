@@ -401,7 +401,9 @@ class Client:
                     group.start_soon(self._send_abort, url, call, url == sending.url)
 
     async def _send_abort(self, url: str, call: HTTPCall, asked_there: bool) -> None:  # noqa: FBT001 - start_soon passes by position
-        headers = self._headers(url) if asked_there else self._abort_headers(url)
+        # A router is asked as it was for the generation: it gets no key of administration.
+        as_asked = asked_there and (call.grant != "admin" or url not in self._membership.members)
+        headers = self._headers(url) if as_asked else self._abort_headers(url)
         with suppress(TransportError):  # who does not answer has nothing to end
             await self._transport.send(url, call, headers=headers)
 

@@ -15,7 +15,7 @@ from genapi.errors import GenAPIError, ReplyError, TransportError
 from genapi.events import AdminCalled, Observe
 from genapi.transports.base import Transport
 from genapi.wire.flow import Flow
-from genapi.wire.http import HTTPCall, HTTPReply
+from genapi.wire.http import Grant, HTTPCall, HTTPReply
 
 __all__ = ("Control", "fan_out", "run_flow")
 
@@ -25,13 +25,16 @@ K = TypeVar("K")
 _Step = HTTPCall | tuple[HTTPCall, ...]
 _Answer = HTTPReply | tuple[HTTPReply, ...]
 
+Headers = Callable[[Grant | None], Mapping[str, str]]
+
 
 class Control:
     """Runs flows over one transport.
 
     Args:
         transport: what carries the calls.
-        headers: the headers that go to an address, credentials included.
+        headers: the headers that go to an address, credentials included, by the key that a call
+            asks for.
         observe: told of every flow that ended.
     """
 
@@ -39,7 +42,7 @@ class Control:
         self,
         transport: Transport,
         *,
-        headers: Callable[[str], Mapping[str, str]],
+        headers: Callable[[str, Grant | None], Mapping[str, str]],
         observe: Observe,
     ) -> None:
         self._transport = transport
@@ -73,7 +76,7 @@ class Control:
             flow,
             self._transport,
             url,
-            headers=self._headers(url) if headers is None else headers,
+            headers=partial(self._headers, url) if headers is None else lambda _: headers,
             timeout_s=timeout_s,
             observe=self.observe,
             operation=operation,
@@ -85,12 +88,12 @@ async def run_flow(
     transport: Transport,
     base_url: str,
     *,
-    headers: Mapping[str, str],
+    headers: Headers,
     timeout_s: float,
     observe: Observe,
     operation: str,
 ) -> T:
-    """The result of `flow`, whose calls go to `base_url` with `headers`.
+    """The result of `flow`, whose calls go to `base_url` with `headers` for the key they ask for.
 
     Calls that are yielded together are sent together. One deadline bounds the whole flow. A call
     without an answer is thrown into the flow as its `TransportError`; when the time is up the flow
@@ -183,13 +186,14 @@ def _out_of_time(what: str, timeout_s: float, step: _Step, *, begun: bool) -> Tr
     )
 
 
-async def _send(
-    transport: Transport, base_url: str, headers: Mapping[str, str], step: _Step
-) -> _Answer:
+async def _send(transport: Transport, base_url: str, headers: Headers, step: _Step) -> _Answer:
     if isinstance(step, HTTPCall):
-        return await transport.send(base_url, step, headers=headers)
+        return await transport.send(base_url, step, headers=headers(step.grant))
     outcomes = await fan_out(
-        {i: partial(transport.send, base_url, call, headers=headers) for i, call in enumerate(step)}
+        {
+            i: partial(transport.send, base_url, call, headers=headers(call.grant))
+            for i, call in enumerate(step)
+        }
     )
     lost = [error for error in outcomes.values() if isinstance(error, GenAPIError)]
     if lost:

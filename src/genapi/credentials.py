@@ -8,6 +8,9 @@ A key is given to an origin, never to whoever answers:
     origin of requests       api_key only          api_key
     administration, any      admin_api_key         admin_api_key
     other origin             api_key only          nothing
+    administration, a        both                  api_key
+    route that takes the     one of them           as above
+    key of requests
 
 A reference to a variable that is unset or blank means no key, and then no Authorization header at
 all. A file that is named has to be there; a blank one means no key.
@@ -18,16 +21,14 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NoReturn, Self
+from typing import NoReturn, Self
 
 from genapi.errors import ConfigError
 from genapi.types.config import FleetConfig, Key
+from genapi.wire.http import Grant
 from genapi.wire.origin import is_loopback, origin
 
 __all__ = ("Credentials", "Grant", "admin_grant", "data_grant", "resolve")
-
-Grant = Literal["data", "admin"]
-"""Which of the two keys an address gets."""
 
 _log = logging.getLogger(__name__)
 _IN_PROCESS = "memory://"
@@ -38,16 +39,19 @@ def data_grant(url: str, *, request_origins: Iterable[str]) -> Grant | None:
     return "data" if origin(url) in {*request_origins} else None
 
 
-def admin_grant(url: str, *, request_origins: Iterable[str], has_admin_key: bool) -> Grant | None:
+def admin_grant(
+    url: str, *, request_origins: Iterable[str], has_admin_key: bool, wants_data_key: bool = False
+) -> Grant | None:
     """Which key an administration call to `url` carries; None = none.
 
     Args:
         url: where the call goes.
         request_origins: where requests go.
         has_admin_key: whether there is a key for administration alone.
+        wants_data_key: whether the route takes the key of requests, and there is one.
     """
     if has_admin_key:
-        return "admin"
+        return "data" if wants_data_key else "admin"
     return data_grant(url, request_origins=request_origins)
 
 
@@ -125,20 +129,25 @@ class Credentials:
             return self._headers("data")
         return self._headers(data_grant(url, request_origins=self._request_origins))
 
-    def admin_headers(self, url: str) -> dict[str, str]:
+    def admin_headers(self, url: str, grant: Grant | None = None) -> dict[str, str]:
         """The headers that an administration call to `url` carries.
+
+        With `grant="data"` the call is to a route that takes the key of requests. Whoever may get
+        the admin key may get that one, too.
 
         The first time a key goes to another host unencrypted there is a warning, unless the origin
         is in `allowed_origins`.
         """
         has_admin_key = self._keys["admin"] is not None
+        wants_data_key = grant == "data" and self._keys["data"] is not None
         if url.startswith(_IN_PROCESS):
-            return self._headers("admin" if has_admin_key else "data")
+            return self._headers("admin" if has_admin_key and not wants_data_key else "data")
         headers = self._headers(
             admin_grant(
                 url,
                 request_origins=self._request_origins,
                 has_admin_key=has_admin_key,
+                wants_data_key=wants_data_key,
             )
         )
         if headers and not self._warned and self._is_exposed(url):

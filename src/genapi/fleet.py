@@ -429,19 +429,15 @@ class Fleet:
         context = DecodeContext(
             request=request, request_id=wire_id, wire_id=wire_id, worker=member.id
         )
+        call = self.provider.encode(request, wire_id=wire_id, model=model, salt=None, stream=False)
+        keys = self._credentials
         return await self.control.run(
             url,
-            _exchange(
-                self.provider,
-                self.provider.encode(
-                    request, wire_id=wire_id, model=model, salt=None, stream=False
-                ),
-                context,
-            ),
+            _exchange(self.provider, call, context),
             operation=operation,
             timeout_s=timeout_s,
             # A worker that no request of the user's goes to is known to administration alone.
-            headers=self._credentials.data_headers(url) or self._credentials.admin_headers(url),
+            headers=keys.data_headers(url) or keys.admin_headers(url, call.grant),
         )
 
     async def _read(self, urls: list[str]) -> dict[str, GenAPIError]:

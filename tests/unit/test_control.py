@@ -56,12 +56,21 @@ async def never(_: HTTPCall) -> HTTPReply:
     raise AssertionError
 
 
+def no_headers(_grant: object) -> Mapping[str, str]:
+    return {}
+
+
 def lost(phase: Any) -> TransportError:
     return TransportError(f"lost: {phase}", phase=phase)
 
 
 async def run(flow: Flow[Any], script: Any = echo, **more: Any) -> Any:
-    options: dict[str, Any] = {"headers": {}, "timeout_s": 5, "observe": ignore, "operation": "op"}
+    options: dict[str, Any] = {
+        "headers": no_headers,
+        "timeout_s": 5,
+        "observe": ignore,
+        "operation": "op",
+    }
     with anyio.fail_after(5):
         return await run_flow(flow, ScriptedTransport(script), URL, **(options | more))
 
@@ -112,9 +121,21 @@ async def test_calls_that_are_yielded_together_are_in_flight_together() -> None:
 
 async def test_every_call_goes_to_the_worker_with_the_headers_for_it() -> None:
     transport = ScriptedTransport(echo)
-    control = Control(transport, headers=lambda url: {"for": url}, observe=ignore)
+    control = Control(transport, headers=lambda url, _: {"for": url}, observe=ignore)
     assert await control.run(URL, one_call(), operation="read", timeout_s=5) == b"/a"
     assert transport.sent == [(URL, "/a", {"for": URL})]
+
+
+async def test_each_call_of_a_flow_carries_the_key_that_its_route_takes() -> None:
+    def flow() -> Flow[None]:
+        yield from call(HTTPCall(method="GET", path="/label", grant="data"))
+        yield from calls(get("/pause"), HTTPCall(method="POST", path="/label", grant="admin"))
+
+    transport = ScriptedTransport(echo)
+    control = Control(transport, headers=lambda _, grant: {"key": str(grant)}, observe=ignore)
+    await control.run(URL, flow(), operation="read", timeout_s=5)
+    keys = sorted((path, headers["key"]) for _, path, headers in transport.sent)
+    assert keys == [("/label", "admin"), ("/label", "data"), ("/pause", "None")]
 
 
 async def test_a_lost_call_is_thrown_into_the_flow_which_may_handle_it() -> None:
@@ -213,7 +234,13 @@ async def test_nothing_is_sent_when_there_is_no_time() -> None:
     transport = ScriptedTransport(echo)
     with pytest.raises(TransportError) as caught:
         await run_flow(
-            one_call(), transport, URL, headers={}, timeout_s=0, observe=ignore, operation="begin"
+            one_call(),
+            transport,
+            URL,
+            headers=no_headers,
+            timeout_s=0,
+            observe=ignore,
+            operation="begin",
         )
     assert caught.value.phase == "not_sent"
     assert not transport.sent
@@ -241,7 +268,13 @@ async def test_a_flow_is_sent_nothing_more_when_its_time_is_up() -> None:
 
     with anyio.fail_after(5), pytest.raises(TransportError, match="GET /a within"):
         await run_flow(
-            flow(), transport, URL, headers={}, timeout_s=0.05, observe=ignore, operation="op"
+            flow(),
+            transport,
+            URL,
+            headers=no_headers,
+            timeout_s=0.05,
+            observe=ignore,
+            operation="op",
         )
     assert [path for _, path, _ in transport.sent] == ["/a"]
 

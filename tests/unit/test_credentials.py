@@ -101,6 +101,32 @@ def test_the_admin_key_replaces_the_data_key_for_administration() -> None:
     assert credentials.admin_headers(WORKER) == bearer("admin")
 
 
+@pytest.mark.parametrize(
+    ("options", "url", "key"),
+    [
+        ({"api_key": "env:DATA"}, ROUTER, "data"),
+        ({"api_key": "env:DATA"}, WORKER, None),
+        ({"admin_api_key": "env:ADMIN"}, WORKER, "admin"),
+        ({"api_key": "env:DATA", "admin_api_key": "env:ADMIN"}, ROUTER, "data"),
+        ({"api_key": "env:DATA", "admin_api_key": "env:ADMIN"}, WORKER, "data"),
+        ({"api_key": "env:UNSET", "admin_api_key": "env:ADMIN"}, WORKER, "admin"),
+        ({}, WORKER, None),
+    ],
+)
+def test_a_read_that_takes_the_key_of_requests_gets_it_where_administration_has_a_key(
+    options: dict[str, str], url: str, key: str | None
+) -> None:
+    expected = {} if key is None else bearer(key)
+    assert of(**options).admin_headers(url, "data") == expected
+
+
+def test_a_call_of_administration_never_carries_the_key_of_requests_when_there_are_two() -> None:
+    credentials = of(api_key="env:DATA", admin_api_key="env:ADMIN")
+    for url in (ROUTER, WORKER, "memory://0"):
+        assert credentials.admin_headers(url, "admin") == bearer("admin")
+    assert credentials.admin_headers("memory://0", "data") == bearer("data")
+
+
 def test_an_allowed_origin_does_not_get_the_data_key() -> None:
     credentials = of(api_key="env:DATA", allowed_origins=[WORKER + "/"])
     assert credentials.admin_headers(WORKER) == {}

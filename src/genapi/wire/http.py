@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from genapi.errors import ConfigError, ReplyError
 
-__all__ = ("HTTPCall", "HTTPReply", "json_body")
+__all__ = ("Grant", "HTTPCall", "HTTPReply", "json_body")
+
+Grant = Literal["data", "admin"]
+"""Which of a fleet's two keys: that of requests or that of administration."""
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
@@ -38,6 +41,8 @@ class HTTPCall:
         body: a JSON document, or None.
         attachment: what an in-process transport may hand over by reference; any other
             transport refuses a call that has one.
+        grant: the key that the route takes, where an engine tells the two apart; None = the key
+            of the plane that sends the call.
     """
 
     method: str
@@ -46,6 +51,7 @@ class HTTPCall:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     attachment: object | None = None
+    grant: Grant | None = None
 
     def __str__(self) -> str:
         query = "&".join(f"{k}={v}" for k, v in self.query.items())
