@@ -23,7 +23,9 @@ __all__ = (
     "Usage",
 )
 
-LogprobsMode = Literal["raw", "processed"]
+LogprobsMode = Literal["raw", "scaled", "processed"]
+"""Of which distribution the scores are: before temperature and truncation; after temperature and
+before truncation; after both."""
 
 
 class FinishReason(StrEnum):
@@ -145,7 +147,8 @@ class GenerateResponse(Value):
         attempts: every sending, the successful one last.
         worker: who generated; None where a router does not say.
         prefill_worker: who prefilled, under prefill/decode.
-        logprobs_mode: `raw` (before temperature and truncation), `processed`, or None = not known.
+        logprobs_mode: `raw` (before temperature and truncation), `scaled` (after temperature,
+            before truncation), `processed` (after both), or None = not known.
         model: the model's name in the reply.
         extra: reply fields genapi has no name for.
     """
