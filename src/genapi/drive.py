@@ -327,7 +327,8 @@ class Drive:
                 sender = await self._sender.get()
                 offset = self._ranks.offsets[worker]
                 info = {**sender.init_info, **self._digest(sender, of="group")}
-                flow = self._admin.join(info, rank_offset=offset)
+                backend = self._transport.backend
+                flow = self._admin.join(info, rank_offset=offset, backend=backend)
                 return await self._flow(worker, op, flow)
             case Op.UPDATE:
                 return await self._update(worker)

@@ -165,8 +165,14 @@ class Admin(Protocol):
         """Raise `ConfigError` or `UnsupportedError` when this worker cannot be published to."""
         ...
 
-    def join(self, init_info: Mapping[str, Any], *, rank_offset: int) -> Flow[Answer]:
-        """Join the transfer group; answers when every rank has joined."""
+    def join(self, init_info: Mapping[str, Any], *, rank_offset: int, backend: str) -> Flow[Answer]:
+        """Join the transfer group; answers when every rank has joined.
+
+        Args:
+            init_info: what the sender says of the group, by vLLM's names.
+            rank_offset: the first of the worker's ranks.
+            backend: name of the receiving backend, where the engine is told it here.
+        """
         ...
 
     def pause(self, plan: PausePlan) -> Flow[Answer]:

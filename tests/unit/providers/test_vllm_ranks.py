@@ -39,7 +39,11 @@ def test_the_native_receiver_expects_offsets_that_skip_the_trainer() -> None:
     plan = plan_ranks([Ranked(worker(0), 1), Ranked(worker(1), 1)])
     assert plan.world_size == 3
     bodies = [
-        next(VLLMAdmin().join({"world_size": 3}, rank_offset=plan.offsets[worker(i)]))
+        next(
+            VLLMAdmin().join(
+                {"world_size": 3}, rank_offset=plan.offsets[worker(i)], backend="genapi_gloo"
+            )
+        )
         for i in (0, 1)
     ]
     assert [body.body for body in bodies] == [  # type: ignore[union-attr]

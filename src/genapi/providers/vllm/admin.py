@@ -110,8 +110,9 @@ class VLLMAdmin:
                 f'\'{{"backend": "{backend}"}}\''
             )
 
-    def join(self, init_info: Mapping[str, Any], *, rank_offset: int) -> Flow[Answer]:
-        """Join the transfer group; answers when every rank has joined."""
+    def join(self, init_info: Mapping[str, Any], *, rank_offset: int, backend: str) -> Flow[Answer]:
+        """Join the transfer group; vLLM was started with its backend (see `check`)."""
+        del backend
         info = {**init_info, "rank_offset": rank_offset}
         reply = yield from call(_post("/init_weight_transfer_engine", {"init_info": info}))
         return answer_of(Op.JOIN, reply)
