@@ -7,20 +7,19 @@ its default, so that no default of the server (its `generation_config.json`) can
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from genapi.errors import ConfigError, IncompleteError, ReplyError, UnsupportedError
+from genapi.errors import UnsupportedError
 from genapi.providers.base import Capabilities, DecodeContext
+from genapi.providers.shapes.frames import FrameStream, Reported, decode_whole
+from genapi.providers.shapes.tokens import check_vocabulary
 from genapi.providers.vllm.errors import error_of, error_value
 from genapi.providers.vllm.options import Options
 from genapi.providers.vllm.reply import Accumulator
 from genapi.types.ids import TokenIds
 from genapi.types.request import GenerateRequest, SamplingParams, StructuredOutput
-from genapi.types.response import GenerateResponse, TokenChunk
+from genapi.types.response import GenerateResponse
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
-from genapi.wire.sse import SSEDecoder
 
-__all__ = ("GenerateStream", "abort", "check", "decode", "encode")
+__all__ = ("abort", "check", "decode", "encode", "stream_decoder")
 
 PATH = "/inference/v1/generate"
 ABORT_PATH = "/inference/v1/abort_requests"
@@ -56,15 +55,7 @@ def check(request: GenerateRequest, capabilities: Capabilities | None) -> None:
     capabilities.require("generate", where="this vLLM server")
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
         capabilities.require("logprobs", where="this vLLM server")
-    if capabilities.vocab_size is not None:
-        ids = np.asarray(TokenIds(request.prompt_token_ids))
-        beyond = ids >= capabilities.vocab_size
-        if beyond.any():
-            position = int(np.argmax(beyond))
-            raise ConfigError(
-                f"prompt_token_ids[{position}] is {ids[position]}; the server's vocabulary has "
-                f"{capabilities.vocab_size} ids: check that the tokenizer is the model's"
-            )
+    check_vocabulary(request.prompt_token_ids, capabilities.vocab_size)
 
 
 def encode(
@@ -132,89 +123,26 @@ def decode(reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
     if not reply.ok:
         raise error_of(reply, now=context.now, lora=context.request.lora)
     accumulator = Accumulator(context)
-    try:
-        _, error = accumulator.add(reply.body)
-        if error is not None:
-            raise _reported(error, reply, context, accumulator)
-        return _finished(accumulator)
-    except ReplyError as error:
-        raise _with_body(error, reply.body, status=reply.status, url=reply.url) from None
+    return decode_whole(reply, accumulator, _reports(context, accumulator))
 
 
-class GenerateStream:
-    """Decodes one streamed reply, by the same accumulation as a unary one."""
-
-    def __init__(self, context: DecodeContext) -> None:
-        self._context = context
-        self._events = SSEDecoder()
-        self._accumulator = Accumulator(context)
-        self._done = False
-
-    def feed(self, chunk: bytes) -> list[TokenChunk]:
-        """The tokens that `chunk` completes.
-
-        Raises:
-            ProviderError: vLLM reports an error in the stream; `.partial` has the tokens.
-            ReplyError: the stream breaks its contract.
-        """
-        tokens: list[TokenChunk] = []
-        for event in self._events.feed(chunk):
-            if event == b"[DONE]":
-                self._done = True
-                continue
-            try:
-                new, error = self._accumulator.add(event)
-            except ReplyError as broken:
-                raise _with_body(broken, event) from None
-            if error is not None:
-                frame = HTTPReply(200, event)
-                raise _reported(error, frame, self._context, self._accumulator)
-            tokens += [piece.chunk() for piece in new if piece]
-        return tokens
-
-    def finish(self, *, framed: bool) -> GenerateResponse:
-        """The whole reply, once the body has ended.
-
-        Raises:
-            IncompleteError: an output has no finish reason, or an unframed body no `[DONE]`.
-            ReplyError: the weight spans do not fit the tokens.
-        """
-        if not self._done and (not framed or self._events.pending):
-            raise IncompleteError(
-                "the stream broke off before its [DONE]", partial=self._accumulator.partial()
-            )
-        return _finished(self._accumulator)
-
-    def partial(self) -> GenerateResponse:
-        """What has arrived so far; outputs without a finish reason end in ERROR."""
-        return self._accumulator.partial()
+def stream_decoder(context: DecodeContext) -> FrameStream:
+    """A decoder for one streamed reply, by the same accumulation as a unary one."""
+    accumulator = Accumulator(context)
+    return FrameStream(accumulator, _reports(context, accumulator))
 
 
-def _finished(accumulator: Accumulator) -> GenerateResponse:
-    missing = accumulator.unfinished()
-    if missing:
-        raise IncompleteError(
-            f"the reply ended without a finish reason for choice {missing}",
-            partial=accumulator.partial(),
-        )
-    return accumulator.response()
-
-
-def _reported(
-    error: Any, reply: HTTPReply, context: DecodeContext, accumulator: Accumulator
-) -> Exception:
+def _reports(context: DecodeContext, accumulator: Accumulator) -> Reported:
     """The error that a body with status 200 reports (transcript 46; frames: READ serving.py)."""
-    status = error_value(error).code or 500
-    frame = HTTPReply(status, reply.body, reply.headers, reply.url)
-    return error_of(
-        frame, now=context.now, lora=context.request.lora, partial=accumulator.partial()
-    )
 
+    def reported(error: Any, reply: HTTPReply) -> Exception:
+        status = error_value(error).code or 500
+        frame = HTTPReply(status, reply.body, reply.headers, reply.url)
+        return error_of(
+            frame, now=context.now, lora=context.request.lora, partial=accumulator.partial()
+        )
 
-def _with_body(
-    error: ReplyError, body: bytes, *, status: int | None = 200, url: str | None = None
-) -> ReplyError:
-    return ReplyError(str(error), body=body, status=status, url=url)
+    return reported
 
 
 def _options(request: GenerateRequest) -> Options:

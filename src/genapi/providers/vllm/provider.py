@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from genapi.providers.base import Capabilities, DecodeContext, WorkerFacts
+from genapi.providers.base import Capabilities, DecodeContext, StreamDecoder, WorkerFacts
 from genapi.providers.vllm import discovery, generate
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.errors import error_of
@@ -40,9 +40,9 @@ class VLLM:
         """The reply as a value."""
         return generate.decode(reply, context)
 
-    def stream_decoder(self, context: DecodeContext) -> generate.GenerateStream:
+    def stream_decoder(self, context: DecodeContext) -> StreamDecoder:
         """A decoder for one streamed reply."""
-        return generate.GenerateStream(context)
+        return generate.stream_decoder(context)
 
     def raise_for_status(self, reply: HTTPReply, context: DecodeContext) -> None:
         """Raise the typed error that a non-2xx answer is."""

@@ -1,61 +1,39 @@
 """What a reply lacks though it was asked for, or says that a user has to know.
 
-The rule of this file: a remark is a sentence for the caller, who warns, or raises when it is
-strict. What cannot be seen in the reply is not remarked upon.
+The rule of this file: as in `shapes.remarks`, where is what holds for every engine.
 """
 
-from collections.abc import Callable
-
-import numpy as np
-
+from genapi.providers.shapes.remarks import (
+    Remark,
+    on_counts,
+    on_echo,
+    on_min_tokens,
+    on_prompt_scores,
+)
 from genapi.types.request import GenerateRequest
-from genapi.types.response import FinishReason, GenerateResponse
+from genapi.types.response import GenerateResponse
 
 __all__ = ("remark_on",)
-
-Remark = Callable[[str], None]
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM raises a smaller temperature above 0 to this, with a log line only (READ)."""
 
 
-def remark_on(
-    reply: GenerateResponse, request: GenerateRequest, *, remark: Remark, echoed: bool
-) -> None:
+def remark_on(reply: GenerateResponse, request: GenerateRequest, *, remark: Remark) -> None:
     """Compare a reply with its request.
 
     Args:
         reply: what came.
         request: what was asked.
         remark: told each finding.
-        echoed: whether the server sent the prompt's ids back.
     """
-    _on_counts(reply, remark)
-    if not echoed:
-        remark("the server did not echo the prompt's ids, so they cannot be compared")
+    on_counts(reply, remark)
+    on_echo(reply, remark)
     if request.sampling.prompt_logprobs is not None:
-        _on_prompt_scores(reply, remark)
+        on_prompt_scores(reply, remark)
     if request.sampling.logprobs is not None:
         _on_mode(reply, request, remark)
     _on_options(reply, request, remark)
-
-
-def _on_counts(reply: GenerateResponse, remark: Remark) -> None:
-    tokens = sum(len(output.token_ids) for output in reply.outputs)
-    holes = sum(output.missing_logprobs for output in reply.outputs)
-    if holes:
-        remark(f"{holes} of {tokens} tokens have no usable logprob (NaN)")
-    if reply.usage.completion_tokens not in (None, tokens):
-        remark(f"usage counts {reply.usage.completion_tokens} tokens, {tokens} arrived")
-
-
-def _on_prompt_scores(reply: GenerateResponse, remark: Remark) -> None:
-    if reply.prompt_logprobs is None:
-        remark("prompt_logprobs were asked for and did not come")
-        return
-    holes = int(np.isnan(reply.prompt_logprobs[1:]).sum())
-    if holes:
-        remark(f"{holes} prompt tokens have no usable logprob (NaN)")
 
 
 def _on_mode(reply: GenerateResponse, request: GenerateRequest, remark: Remark) -> None:
@@ -81,7 +59,4 @@ def _on_options(reply: GenerateResponse, request: GenerateRequest, remark: Remar
         remark(f"vLLM raises temperature {sampling.temperature} to {_LEAST_TEMPERATURE}")
     if request.lora is not None and reply.model not in (None, request.lora):
         remark(f"adapter {request.lora!r} was asked for, {reply.model!r} generated")
-    for output in reply.outputs:
-        count = len(output.token_ids)
-        if output.finish_reason is FinishReason.STOP and count < sampling.min_tokens:
-            remark(f"min_tokens is {sampling.min_tokens}, stopped after {count}")
+    on_min_tokens(reply, sampling, remark)

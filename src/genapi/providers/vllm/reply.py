@@ -16,6 +16,7 @@ from msgspec import Raw
 from genapi.errors import ReplyError
 from genapi.providers.base import DecodeContext
 from genapi.providers.shapes.spans import WireSpan, trace
+from genapi.providers.shapes.tokens import Piece, compare_echo, ids_of, scores_of, top_of
 from genapi.providers.vllm.frames import (
     NULL,
     Body,
@@ -34,12 +35,11 @@ from genapi.types.response import (
     FinishReason,
     GenerateOutput,
     GenerateResponse,
-    TokenChunk,
     TopLogprobs,
     Usage,
 )
 
-__all__ = ("Accumulator", "Piece")
+__all__ = ("Accumulator",)
 
 NO_SCORE = -9999.0
 """What vLLM writes for minus infinity, NaN and a sampled token without a score."""
@@ -54,40 +54,6 @@ _KEPT = (
 _KEPT_OF_CHOICE = ("routed_experts", "sampling_mask")
 _FINISH = {str(reason): reason for reason in FinishReason if reason is not FinishReason.OTHER}
 _HOLE = TopEntry()
-
-
-def _floats(values: Sequence[float | None]) -> npt.NDArray[np.float32]:
-    """The scores as float32; what is no score is NaN."""
-    wide = np.array(values, dtype=np.float64)  # None becomes NaN
-    wide[wide == NO_SCORE] = np.nan
-    with np.errstate(over="ignore"):
-        narrow = wide.astype(np.float32)
-    narrow[np.isinf(narrow)] = np.nan
-    narrow.flags.writeable = False
-    return narrow
-
-
-def _ids(values: Sequence[int]) -> TokenIds:
-    return TokenIds.of_array(np.array(values, dtype=np.int32))
-
-
-class Piece:
-    """New tokens of one output, as lists; `chunk` makes them a value."""
-
-    __slots__ = ("_ids", "_index", "_scores")
-
-    def __init__(self, index: int, ids: list[int], scores: list[float | None] | None) -> None:
-        self._index = index
-        self._ids = ids
-        self._scores = scores
-
-    def __bool__(self) -> bool:
-        return bool(self._ids)
-
-    def chunk(self) -> TokenChunk:
-        """The tokens as an event of a stream."""
-        scores = None if self._scores is None else _floats(self._scores)
-        return TokenChunk(index=self._index, token_ids=_ids(self._ids), logprobs=scores)
 
 
 class _Output:
@@ -130,7 +96,7 @@ class _Output:
             value = getattr(choice, name)
             if value is not None:
                 self.keep(name, value)
-        return Piece(self.index, ids, scores)
+        return Piece(self.index, ids, scores, hole=NO_SCORE)
 
     def keep(self, name: str, value: Any) -> None:
         """Keep a field that has no name of its own; lists of several frames are joined."""
@@ -146,8 +112,8 @@ class _Output:
         """The output as a value."""
         return GenerateOutput(
             index=self.index,
-            token_ids=_ids(self.ids),
-            logprobs=_floats(self.scores) if self.scored else None,
+            token_ids=ids_of(self.ids),
+            logprobs=scores_of(self.scores, hole=NO_SCORE) if self.scored else None,
             top_logprobs=self._top() if self.with_top else None,
             text="".join(self.text) if self.text else None,
             finish_reason=finish,
@@ -201,17 +167,8 @@ class _Output:
 
     def _top(self) -> tuple[TopLogprobs, ...]:
         flat = [c for candidates in self.top for c in candidates]
-        ids = _ids([c.token_id for c in flat if c.token_id is not None])
-        scores = _floats([c.logprob for c in flat])
-        built = []
-        end = 0
-        for candidates in self.top:
-            start, end = end, end + len(candidates)
-            # Both are checked and of one length: built without validating each again.
-            built.append(
-                TopLogprobs.model_construct(token_ids=ids[start:end], logprobs=scores[start:end])
-            )
-        return tuple(built)
+        ids = [c.token_id for c in flat if c.token_id is not None]
+        return top_of([len(c) for c in self.top], ids, [c.logprob for c in flat], hole=NO_SCORE)
 
 
 class Accumulator:
@@ -266,7 +223,7 @@ class Accumulator:
                 for output in self._sorted()
             ]
         )
-        remark_on(built, self._request, remark=self._context.remark, echoed=self._echoed)
+        remark_on(built, self._request, remark=self._context.remark)
         return built
 
     def partial(self) -> GenerateResponse:
@@ -297,19 +254,10 @@ class Accumulator:
                 cached_tokens=details.cached_tokens if details is not None else None,
             )
         if frame.prompt_token_ids is not None:
-            self._compare_prompt(frame.prompt_token_ids)
+            compare_echo(self._prompt, frame.prompt_token_ids)
+            self._echoed = True
         if self._request.sampling.prompt_logprobs is not None and frame.prompt_logprobs != NULL:
             self._prompt_scores = self._scores_of_prompt(frame.prompt_logprobs)
-
-    def _compare_prompt(self, echo: list[int]) -> None:
-        sent = self._prompt.tolist()
-        if echo != sent:
-            pairs = enumerate(zip(sent, echo, strict=False))
-            first = next((f", first at position {i}" for i, (a, b) in pairs if a != b), "")
-            raise ReplyError(
-                f"prompt changed by server: {len(sent)} ids were sent, {len(echo)} came back{first}"
-            )
-        self._echoed = True
 
     def _output(self, index: int | None) -> _Output:
         count = self._request.sampling.n
@@ -336,7 +284,7 @@ class Accumulator:
                 raise ReplyError(
                     f"prompt_logprobs at position {position} lack the prompt's own id {token}"
                 )
-        return _floats(scores)
+        return scores_of(scores, hole=NO_SCORE)
 
     def _policy(self, output: _Output) -> PolicyTrace:
         if self._request.lora is not None:
