@@ -11,7 +11,10 @@ from genapi.providers.base import Provider
 
 __all__ = ("embedded_cluster_type", "package", "provider", "provider_names")
 
-_BUILT_IN = {"vllm": "genapi.providers.vllm.provider:VLLM"}
+_BUILT_IN = {
+    "sglang": "genapi.providers.sglang.provider:SGLang",
+    "vllm": "genapi.providers.vllm.provider:VLLM",
+}
 _GROUP = "genapi.providers"
 _EMBEDDED = "genapi.embedded:Cluster"
 

@@ -1,0 +1,154 @@
+"""SGLang's error answers as genapi's errors.
+
+The rule of this file: every pattern is a text that SGLang 0.5.23 sends (transcripts) or that its
+source holds (marked READ). An answer that fits none stays a plain `ProviderError`. What a
+validation error repeats of the request, and the server's file names in it, are dropped.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from genapi.errors import (
+    AuthError,
+    ConfigError,
+    GenAPIError,
+    NotReadyError,
+    OverloadedError,
+    OverlongPromptError,
+    ProviderError,
+)
+from genapi.wire.http import HTTPReply
+from genapi.wire.retry import retry_after_s
+
+__all__ = ("NOT_FINITE", "ErrorText", "error_of", "error_text", "error_value", "key_hint")
+
+NOT_FINITE = "not_finite"
+"""`ProviderError.code` when the model's scores are no numbers: broken weights."""
+
+NORMAL_PATHS = ("/generate", "/model_info", "/ping", "/server_info", "/v1/models")
+"""Routes that take `--api-key`; every other one that genapi asks takes `--admin-api-key`."""
+
+_OVERLONG = re.compile(
+    r"longer than the model's context length|exceeds the model's maximum context length"
+)
+_TOGETHER = re.compile(r"tokens for the completion")
+_BUSY = re.compile(r"queue is full|[Tt]oo many|timed? ?out")  # READ 0.5.23 scheduler.py
+_QUOTED = r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\""""
+_VALIDATION = re.compile(rf"'loc': \((.*?)\), 'msg': (?:{_QUOTED})")
+_SHOWN = 300
+
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 404, 405
+TOO_MANY, BAD_GATEWAY, UNAVAILABLE = 429, 502, 503
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    """What an error body says, whichever of SGLang's shapes it has.
+
+    Attributes:
+        message: the text.
+        type: SGLang's word for the kind of error, or None.
+        code: the status the body itself names, or None.
+    """
+
+    message: str
+    type: str | None = None
+    code: int | None = None
+
+
+def error_text(body: bytes) -> ErrorText:
+    """The error in a body.
+
+    `{"error": {"message": ...}}`, `{"error": "..."}`, `{"object": "error", "message": ...}`,
+    `{"success": false, "message": ...}`, `{"detail": ...}`, or text.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return ErrorText(body[:_SHOWN].decode("utf-8", "replace").strip() or "empty body")
+    return error_value(value)
+
+
+def error_value(value: Any) -> ErrorText:
+    """The error in a decoded body, or in the `error` field of one."""
+    if isinstance(value, Mapping):
+        for name in ("error", "detail"):
+            if name in value:
+                return error_value(value[name])
+        if isinstance(value.get("message"), str):
+            kind, code = value.get("type"), value.get("code")
+            return ErrorText(
+                _plain(value["message"]),
+                kind if isinstance(kind, str) else None,
+                code if type(code) is int else None,
+            )
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return ErrorText(_plain(text))
+
+
+def _plain(text: str) -> str:
+    if "validation error" in text:
+        head, _, rest = text.partition("\n\n  File")[0].partition(":")
+        found = [f"{_field(loc)}: {one or other}" for loc, one, other in _VALIDATION.findall(rest)]
+        # What it could not be read of is dropped all the same: it repeats the request.
+        text = f"{head}: {'; '.join(found)}" if found else head
+    return text[:_SHOWN]
+
+
+def _field(location: str) -> str:
+    parts = [part.strip(" ',") for part in location.split(", ")]
+    return ".".join(part for part in parts if part and not {"[", "]"} & {*part})
+
+
+def key_hint(url: str | None) -> str:
+    """Which key a route takes, for a message; the two keys of a server open disjoint routes."""
+    if urlsplit(url or "").path.endswith(NORMAL_PATHS):
+        return "this route takes the server's --api-key: check api_key"
+    return (
+        "this route takes the server's --admin-api-key, or its --api-key where it has no other: "
+        "check admin_api_key"
+    )
+
+
+def error_of(reply: HTTPReply, *, now: float, partial: Any = None) -> GenAPIError:
+    """The typed error that an answer other than 2xx is.
+
+    Args:
+        reply: the answer; also an error frame of a stream, with the status that it names.
+        now: wall-clock seconds since the epoch.
+        partial: tokens that had arrived.
+    """
+    error = error_text(reply.body)
+    where = f"{reply.url or 'SGLang'} answered {reply.status}: {error.message}"
+    if reply.status in (NOT_FOUND, NOT_ALLOWED):
+        return ConfigError(f"{where} (the route does not exist there: is it an SGLang server?)")
+    kind, code, hint = _kind(reply, error)
+    typed = kind(
+        where + hint,
+        status=reply.status,
+        code=code or error.type,
+        body=reply.body,
+        url=reply.url,
+        partial=partial,
+    )
+    if isinstance(typed, OverloadedError | NotReadyError):
+        typed.retry_after_s = retry_after_s(reply.headers, now=now)
+    return typed
+
+
+def _kind(reply: HTTPReply, error: ErrorText) -> tuple[type[ProviderError], str | None, str]:
+    """The error's class, a code of genapi's own, and a hint for the message."""
+    status, text = reply.status, error.message
+    if status in (UNAUTHORIZED, FORBIDDEN):
+        return AuthError, None, f" ({key_hint(reply.url)})"
+    if _OVERLONG.search(text):
+        both = " (SGLang does not shorten max_tokens)" if _TOGETHER.search(text) else ""
+        return OverlongPromptError, None, both
+    if status == TOO_MANY or (status == UNAVAILABLE and _BUSY.search(text)):
+        return OverloadedError, None, ""
+    if status in (BAD_GATEWAY, UNAVAILABLE):
+        return NotReadyError, None, ""
+    return ProviderError, None, ""

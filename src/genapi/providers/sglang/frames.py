@@ -1,0 +1,128 @@
+"""What `/generate` sends, as typed structs: a whole reply or one frame of a stream.
+
+The rule of this file: one pass. Known fields are decoded straight into structs; only a body that
+holds a field which is not known here is read once more, to keep that field.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from genapi.errors import ReplyError
+from genapi.providers.shapes.spans import WireSpan
+from genapi.types.ids import MAX_ID
+
+__all__ = ("Body", "Entry", "Finish", "MetaInfo", "parse", "parse_prompt_scores")
+
+Id = Annotated[int, Meta(ge=0, le=MAX_ID)]
+_NULL = Raw(b"null")
+
+Entry = tuple[float | None, Id, Any]
+"""`[logprob, token id, text]`; the text is null unless it was asked for."""
+
+
+class Finish(Struct, gc=False):
+    """Why an output ended."""
+
+    type: str
+    matched: Any = None
+    length: Any = None
+    message: str | None = None
+    status_code: int | None = None
+    err_type: Any = None
+
+
+class MetaInfo(Struct, gc=False):
+    """Everything about an output but its tokens."""
+
+    id: str | None = None
+    finish_reason: Finish | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    weight_version: Any = None
+    weight_versions: list[WireSpan] | None = None
+    input_token_logprobs: Raw = _NULL
+    output_token_logprobs: list[Entry] | None = None
+    output_token_logprobs_length: Any = None
+    output_top_logprobs: list[list[Entry] | None] | None = None
+    input_top_logprobs: Any = None
+    cached_tokens_details: Any = None
+    num_retractions: Any = None
+    reasoning_tokens: Any = None
+    dp_rank: Any = None
+    e2e_latency: Any = None
+    response_sent_to_client_ts: Any = None
+    routed_experts: Any = None
+    output_token_sampling_mask: list[Any] | None = None
+    output_token_sampling_logprobs: list[Any] | None = None
+    output_token_sampling_mask_length: Any = None
+
+
+class Body(Struct, gc=False):
+    """A whole reply, or one frame of a stream."""
+
+    output_ids: list[Id] | None = None
+    text: str | None = None
+    meta_info: MetaInfo | None = None
+    prompt_token_ids: list[Id] | None = None
+    index: int | None = None
+    error: Any = None
+
+
+class _ClosedMeta(MetaInfo, gc=False, forbid_unknown_fields=True):
+    pass
+
+
+class _ClosedBody(Body, gc=False, forbid_unknown_fields=True):
+    meta_info: _ClosedMeta | None = None
+
+
+_closed = msgspec.json.Decoder(_ClosedBody)
+_open = msgspec.json.Decoder(Body)
+_prompt_scores = msgspec.json.Decoder(list[Entry])
+_fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+def parse(body: bytes) -> tuple[Body, dict[str, Any]]:
+    """The typed body, and the fields that have no name here, those of `meta_info` included.
+
+    Raises:
+        ReplyError: it is not JSON, or a known field has another type.
+    """
+    try:
+        return _closed.decode(body), {}
+    except msgspec.ValidationError:
+        pass  # an unknown field, or a broken one: the open decoder tells
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ReplyError(f"the reply is not JSON: {error}") from None
+    try:
+        typed = _open.decode(body)
+    except msgspec.ValidationError as error:
+        raise ReplyError(f"the reply breaks its contract: {error}") from None
+    try:
+        fields = _fields.decode(body)
+        extra = _unknown(fields, Body)
+        if typed.meta_info is not None:
+            extra |= _unknown(_fields.decode(fields["meta_info"]), MetaInfo)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ReplyError(f"the reply has a field that is not JSON: {error}") from None
+    return typed, extra
+
+
+def parse_prompt_scores(raw: Raw) -> list[Entry]:
+    """`input_token_logprobs`: one entry for each token of the prompt, the first without a score.
+
+    Raises:
+        ReplyError: they have another shape.
+    """
+    try:
+        return _prompt_scores.decode(raw)
+    except msgspec.ValidationError as error:
+        raise ReplyError(f"input_token_logprobs break their contract: {error}") from None
+
+
+def _unknown(fields: dict[str, Raw], shape: type[Struct]) -> dict[str, Any]:
+    known = shape.__struct_fields__
+    return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in known}

@@ -1,0 +1,34 @@
+"""Request options that only SGLang has."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from genapi.types.request import ProviderOptions
+
+__all__ = ("Options",)
+
+
+class Options(ProviderOptions):
+    """What SGLang can be asked for besides `SamplingParams`.
+
+    What the reply holds beyond the shared fields is in `output.extra`.
+
+    Attributes:
+        stop_regex: regular expressions that end the output.
+        no_stop_trim: keep the matched stop text in `text`.
+        structural_tag: constrains the output, in SGLang's notation.
+        routed_dp_rank: which data-parallel rank serves the request; None = any.
+        sampling_params: further sampling parameters; SGLang refuses names that it does not know.
+        body: further top-level fields of the request body. SGLang ignores names that it does not
+            know without a word, so check the reply.
+    """
+
+    provider: Literal["sglang"] = "sglang"
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    structural_tag: str | None = None
+    routed_dp_rank: Annotated[int, Field(ge=0, strict=True)] | None = None
+    sampling_params: Mapping[str, Any] = Field(default_factory=dict)
+    body: Mapping[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,59 @@
+"""`SGLang`: the provider that the registry names."""
+
+from collections.abc import Sequence
+
+from genapi.providers.base import Capabilities, DecodeContext, StreamDecoder, WorkerFacts
+from genapi.providers.sglang import discovery, generate
+from genapi.providers.sglang.admin import SGLangAdmin
+from genapi.providers.sglang.errors import error_of
+from genapi.types.request import GenerateRequest
+from genapi.types.response import GenerateResponse
+from genapi.wire.flow import Flow
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = ("SGLang",)
+
+
+class SGLang:
+    """SGLang 0.5.19 to 0.5.23 over its native routes; see `providers.base.Provider`."""
+
+    name = "sglang"
+    admin = SGLangAdmin()
+
+    def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
+        """Raise before any I/O what cannot be asked."""
+        generate.check(request, capabilities)
+
+    def encode(
+        self,
+        request: GenerateRequest,
+        *,
+        wire_id: str,
+        model: str | None,
+        salt: str | None,
+        stream: bool,
+    ) -> HTTPCall:
+        """The call that asks for this generation; the native route takes no model's name."""
+        del model
+        return generate.encode(request, wire_id=wire_id, salt=salt, stream=stream)
+
+    def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
+        """The reply as a value."""
+        return generate.decode(reply, context)
+
+    def stream_decoder(self, context: DecodeContext) -> StreamDecoder:
+        """A decoder for one streamed reply."""
+        return generate.stream_decoder(context)
+
+    def raise_for_status(self, reply: HTTPReply, context: DecodeContext) -> None:
+        """Raise the typed error that a non-2xx answer is."""
+        if not reply.ok:
+            raise error_of(reply, now=context.now)
+
+    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
+        """The call that ends this generation."""
+        return generate.abort(wire_ids)
+
+    def inspect(self) -> Flow[WorkerFacts]:
+        """What this worker is and can do."""
+        return discovery.inspect()
