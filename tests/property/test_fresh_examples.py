@@ -12,7 +12,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-CODECS = ("test_sse.py", "test_vllm_codec.py")
+CODECS = ("test_sse.py", "test_vllm_codec.py", "test_sglang_codec.py")
 
 
 @pytest.mark.timeout(180)
