@@ -54,6 +54,7 @@ class SGLang:
         """The call that ends this generation."""
         return generate.abort(wire_ids)
 
-    def inspect(self) -> Flow[WorkerFacts]:
-        """What this worker is and can do."""
+    def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
+        """What this worker is and can do: everything in the one round that its instance takes."""
+        del known
         return discovery.inspect()

@@ -1,0 +1,7 @@
+"""Every built-in provider is what `providers.base` says; the registry names them by string."""
+
+from genapi.providers.base import Provider
+from genapi.providers.sglang.provider import SGLang
+from genapi.providers.vllm.provider import VLLM
+
+PROVIDERS: tuple[Provider, ...] = (SGLang(), VLLM())
