@@ -258,7 +258,7 @@ async def test_whoever_an_open_publication_names_is_healed_by_the_next_publisher
 ) -> None:
     cluster, board = Cluster.from_query({"workers": "2"}), Unreliable()
     async with process(cluster, board) as fleet:
-        fleet.provider = provider  # type: ignore[assignment]  # an attribute narrower than `Admin`
+        fleet.provider = provider
         p = WeightPublisher(
             fleet, transport=genapi.weights.Memory(bucket_tensors=1), timeouts=QUICK
         )
@@ -273,7 +273,7 @@ async def test_whoever_an_open_publication_names_is_healed_by_the_next_publisher
     assert state is not None
     assert state.phase == "publishing"
     async with process(cluster, board) as other:
-        other.provider = provider  # type: ignore[assignment]  # an attribute narrower than `Admin`
+        other.provider = provider
         p = publisher(other)
         with pytest.raises(genapi.FleetError, match="cannot be adopted"):
             await p.adopt(0)

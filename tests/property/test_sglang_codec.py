@@ -3,6 +3,7 @@
 import contextlib
 import json
 from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,7 @@ def test_a_garbled_reply_raises_nothing_but_genapis_errors(content: bytes) -> No
 
 
 ADMIN = SGLangAdmin()
-FLOWS = {
+FLOWS: dict[Op, Callable[[], Flow[Any]]] = {
     Op.PAUSE: lambda: ADMIN.pause(PausePlan()),
     Op.CONFIRM: ADMIN.confirm,
     Op.HEAL: ADMIN.heal,
@@ -225,7 +226,7 @@ FLOWS = {
 def test_no_answer_to_administration_raises_anything_but_genapis_errors(
     op: Op, answers: list[tuple[int, bytes]]
 ) -> None:
-    flow: Flow[Any] = FLOWS[op]()
+    flow = FLOWS[op]()
     asked = 0
 
     def answer(_call: object) -> HTTPReply:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from genapi.providers.base import Capabilities, DecodeContext, StreamDecoder, WorkerFacts
+from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
 from genapi.providers.sglang import discovery, generate
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.errors import error_of
@@ -18,7 +18,7 @@ class SGLang:
     """SGLang 0.5.19 to 0.5.23 over its native routes; see `providers.base.Provider`."""
 
     name = "sglang"
-    admin = SGLangAdmin()
+    admin: Admin = SGLangAdmin()
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""

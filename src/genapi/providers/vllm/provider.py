@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from genapi.providers.base import Capabilities, DecodeContext, StreamDecoder, WorkerFacts
+from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
 from genapi.providers.vllm import discovery, generate
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.errors import error_of
@@ -18,7 +18,7 @@ class VLLM:
     """vLLM 0.31 to 0.33 over its own routes; see `providers.base.Provider`."""
 
     name = "vllm"
-    admin = VLLMAdmin()
+    admin: Admin = VLLMAdmin()
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
