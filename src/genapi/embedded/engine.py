@@ -6,11 +6,12 @@ between two steps, in the order of arrival, and also when the caller has gone aw
 """
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, assert_never
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from .cache import PrefixCache, block_key
 from .clock import Clock
 from .policy import Floats, Weights
 from .requests import Request, Track, text_of
-from .sampling import Sampling, Score, log_softmax, pick, rate
+from .sampling import Sampling, listed, log_softmax, pick, rate
 from .turns import Drain, Turn
 
 __all__ = ("Engine", "EngineConfig", "EngineDeadError", "Pause", "PauseMode")
@@ -56,7 +57,9 @@ class EngineConfig:
     block_size: int = 16
     cache_blocks: int = 1024
     prefix_caching: bool = True
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    caches_while_running: bool = True
+    """Whether others may reuse output tokens of a sequence before it has ended."""
+    logprobs_mode: Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"] = "raw_logprobs"
     step_s: float = 0.001
     rpc_s: float = 0.0005
     exit_s: float = 1.0
@@ -76,6 +79,8 @@ class Engine:
         self.loaded = True
         """Whether the weights may be read; while they are being replaced, a step is fatal."""
         self.cache = PrefixCache(block_size=config.block_size, capacity=config.cache_blocks)
+        self.stepped_at = -math.inf
+        """When the last step ended."""
         self._pause = Pause.NONE
         self._error: Exception | None = None
         self._waiting: deque[Track] = deque()
@@ -84,6 +89,7 @@ class Engine:
         self._stepping = False
         self._turns: deque[Turn[Any]] = deque()
         self._drains: list[Drain] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
         self._seeds = np.random.SeedSequence((config.seed, stream))
         self.install(policy.init(config.seed, vocab=config.vocab, width=config.width))
@@ -139,9 +145,20 @@ class Engine:
         self._wake.set()
         return request
 
-    def abort(self, requests: Iterable[Request]) -> None:
-        """End requests at once with what they have; those that are over stay as they are."""
+    def abort(self, requests: Iterable[Request], *, at_step: bool = False) -> None:
+        """End requests with what they have; those that are over stay as they are.
+
+        `at_step`: those in the batch take the next step before they end, however long a pause
+        keeps them from it; only queued ones end at once.
+        """
         ended = [request for request in requests if not request.done]
+        if at_step:
+            running = {track.request for track in self._running}
+            for request in running.intersection(ended):
+                request.ending = True
+            ended = [request for request in ended if request not in running]
+            for request in ended:
+                request.ended_queued = True
         for request in ended:
             for track in request.tracks:
                 track.finish_reason = track.finish_reason or "abort"
@@ -170,6 +187,39 @@ class Engine:
         await self.clock.sleep(self.config.rpc_s)
         return result
 
+    def post(self, effect: Callable[[], object]) -> None:
+        """Run `effect` between two steps, in order with `rpc`, without waiting for it.
+
+        Raises:
+            EngineDeadError: The engine is dead.
+        """
+        self._require_alive()
+        if self._stepping:
+            self._turns.append(Turn(effect))
+        else:
+            effect()
+            self._wake.set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin `work`, which ends with the engine at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    async def outcome(self, task: asyncio.Task[T]) -> T:
+        """The result of what was started; it goes on if the caller leaves.
+
+        Raises:
+            Exception: Whatever it raises, or why the engine is dead.
+        """
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._error is not None:
+                raise self._error from None
+            raise
+
     async def hold(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause.
 
@@ -180,6 +230,18 @@ class Engine:
         """
         drain = await self.rpc(lambda: self._hold(mode, clear_cache=clear_cache))
         await drain.over
+
+    def freeze(self) -> None:
+        """Let nothing move from the next step on; what was computed stays. Call it in a turn."""
+        self._pause = Pause.ALL
+
+    def preempt(self) -> None:
+        """Put the batch at the end of the queue, without its values. Call it in a turn."""
+        for track in self._running:
+            track.forget()
+            track.preemptions += 1
+        self._waiting.extend(self._running)
+        self._running.clear()
 
     def resume(self) -> None:
         """Let everything move again; harmless when not paused. Call it through `rpc`."""
@@ -234,6 +296,8 @@ class Engine:
             turn.fail(error)
         for drain in self._drains:
             drain.fail(error)
+        for task in self._tasks:
+            task.cancel()
         self._requests.clear()
         self._waiting.clear()
         self._running.clear()
@@ -242,6 +306,11 @@ class Engine:
         self._wake.set()
 
     # internals
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: its caller may have left
 
     def _require_alive(self) -> None:
         if self._error is not None:
@@ -274,6 +343,10 @@ class Engine:
 
     def _sweep(self) -> None:
         """Drop sequences and requests that are over."""
+        if not self.config.caches_while_running:
+            for track in self._running:
+                if track.finish_reason is not None:
+                    self._keep(track)
         self._waiting = deque(track for track in self._waiting if track.finish_reason is None)
         self._running = [track for track in self._running if track.finish_reason is None]
         for request in [request for request in self._requests if request.done]:
@@ -295,6 +368,7 @@ class Engine:
         touched = dict.fromkeys(track.request for track in self._running)
         for track in self._running:
             self._advance(track)
+        self.stepped_at = self.clock.now()
         self._sweep()
         for request in touched:
             request.notify()
@@ -302,6 +376,9 @@ class Engine:
     def _advance(self, track: Track) -> None:
         request, sampling = track.request, track.request.sampling
         raw = self._forward(track)
+        if sampling.max_tokens == 0:
+            track.finish_reason = "length"
+            return
         stop_ids = list(sampling.stop_token_ids)
         eos = self.config.eos_token_id
         if eos is not None and not sampling.ignore_eos:
@@ -315,38 +392,61 @@ class Engine:
             rng=track.rng,
         )
         if sampling.logprobs is not None:
-            processed = self.config.logprobs_mode == "processed_logprobs"
-            scores = choice.processed if processed else log_softmax(raw)
+            match self.config.logprobs_mode:
+                case "raw_logprobs":
+                    scores = log_softmax(raw)
+                case "scaled_logprobs":
+                    scores = choice.scaled
+                case "processed_logprobs":
+                    scores = choice.processed
+                case never:
+                    assert_never(never)
             track.scores.append(rate(scores, choice.token_id, sampling.logprobs))
+            track.listed.append(listed(scores, sampling.logprob_token_ids))
+        if sampling.keeps_support:
+            track.supports.append(choice.support())
         track.append(choice.token_id, label=self.label)
         self._check_stop(track, eos)
+        if request.ending:
+            track.finish_reason, track.stop_reason = "abort", None
 
     def _forward(self, track: Track) -> Floats:
         """Raw logits after the last token; computes the values of positions that have none."""
-        request, model, size = track.request, self._model, self.config.block_size
+        request, model = track.request, self._model
         tokens = track.tokens
         fresh = track.hidden is None
-        if fresh and self.config.prefix_caching and request.sampling.reads_prefix_cache:
-            track.rows = self.cache.lookup(request.salt, tokens)
+        if fresh and self.config.prefix_caching:
+            reusable = request.sampling.reusable
+            track.rows = self.cache.lookup(request.salt, tokens)[:reusable] if reusable != 0 else []
             if not track.output and track.index == 0:
                 request.cached_tokens = len(track.rows)
         done = 0 if fresh else len(track.rows)
         track.rows.extend(model.table[token] for token in tokens[len(track.rows) :])
         if fresh and request.sampling.prompt_logprobs is not None and request.prompt_scores is None:
-            request.prompt_scores = self._score_prompt(track, request.sampling.prompt_logprobs)
+            self._score_prompt(track, request.sampling.prompt_logprobs)
         track.hidden = model.fold(track.hidden, track.rows[done:])
-        if self.config.prefix_caching:
-            for end in range(done - done % size + size, len(track.rows) + 1, size):
-                track.cache_key = block_key(track.cache_key, tokens[end - size : end])
-                self.cache.insert(track.cache_key, track.rows[end - size : end])
+        if fresh or self.config.caches_while_running:
+            self._keep(track)
         return model.readout(track.hidden)
 
-    def _score_prompt(self, track: Track, top: int) -> list[tuple[Score, ...]]:
-        scores, h = [], None
-        for row, token in zip(track.rows, track.request.prompt[1:], strict=False):
+    def _keep(self, track: Track) -> None:
+        """Let later requests reuse what this sequence has computed in full blocks."""
+        if not self.config.prefix_caching:
+            return
+        size = self.config.block_size
+        for end in range(track.kept + size, len(track.rows) + 1, size):
+            track.cache_key = block_key(track.cache_key, track.tokens[end - size : end])
+            self.cache.insert(track.cache_key, track.rows[end - size : end])
+            track.kept = end
+
+    def _score_prompt(self, track: Track, top: int) -> None:
+        request, h = track.request, None
+        request.prompt_scores = []
+        for row, token in zip(track.rows, request.prompt[1:], strict=False):
             h = self._model.fold(h, [row])
-            scores.append(rate(log_softmax(self._model.readout(h)), token, top))
-        return scores
+            scores = log_softmax(self._model.readout(h))
+            request.prompt_scores.append(rate(scores, token, top))
+            request.prompt_listed.append(listed(scores, request.sampling.logprob_token_ids))
 
     def _check_stop(self, track: Track, eos: int | None) -> None:
         sampling, token = track.request.sampling, track.output[-1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .calls import Call, Reply
-from .engine import Engine
+from .engine import Engine, EngineConfig
 from .faults import Fault
 
 __all__ = ("Identity", "Server", "ServerConfig")
@@ -36,6 +36,14 @@ class Server(Protocol):
 
 class ServerConfig(Protocol):
     """Flags and environment of a server."""
+
+    def tune(self, engine: EngineConfig) -> EngineConfig:
+        """The engine's configuration with what this protocol's engine does its own way.
+
+        Raises:
+            ValueError: This protocol's engine has nothing like it.
+        """
+        ...
 
     def build(self, engine: Engine, identity: Identity) -> Server:
         """A fresh server over a fresh engine."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from .cache import root_key
 from .policy import Floats
-from .sampling import Sampling, Score
+from .sampling import Sampling, Score, Support
 
 __all__ = ("Request", "Track", "text_of")
 
@@ -30,6 +30,9 @@ class Track:
     """Prompt and output."""
     output: list[int] = field(default_factory=list)
     scores: list[tuple[Score, ...]] = field(default_factory=list)
+    listed: list[tuple[float, ...]] = field(default_factory=list)
+    """Of the token ids that the request named, for each output token."""
+    supports: list[Support] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     """Weight label of the engine at the moment each output token was computed."""
     text: str = ""
@@ -39,6 +42,9 @@ class Track:
     """Values of the computed positions, each of the weights of its time."""
     hidden: Floats | None = None
     cache_key: bytes = b""
+    kept: int = 0
+    """Positions that went into the cache, up to the block behind `cache_key`."""
+    preemptions: int = 0
 
     def append(self, token: int, *, label: str) -> None:
         """Take one more output token, computed while the weights were called `label`."""
@@ -60,6 +66,7 @@ class Track:
         self.rows = []
         self.hidden = None
         self.cache_key = root_key(self.request.salt)
+        self.kept = 0
 
 
 class Request:
@@ -80,6 +87,11 @@ class Request:
         self.salt = salt
         self.cached_tokens = 0
         self.prompt_scores: list[tuple[Score, ...]] | None = None
+        self.prompt_listed: list[tuple[float, ...]] = []
+        self.ending = False
+        """Whether it is aborted with the next step it takes."""
+        self.ended_queued = False
+        """Whether it was aborted while it was not in the batch."""
         self.tracks = tuple(Track(self, index, rng, list(prompt)) for index, rng in enumerate(rngs))
         for track in self.tracks:
             track.forget()

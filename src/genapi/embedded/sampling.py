@@ -6,15 +6,29 @@ the most likely token (masks, biases, penalties), then temperature, then truncat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from .policy import Floats
 
-__all__ = ("GREEDY", "Pick", "Sampling", "Score", "log_softmax", "pick", "rate")
+__all__ = (
+    "GREEDY",
+    "Pick",
+    "Sampling",
+    "Score",
+    "Support",
+    "listed",
+    "log_softmax",
+    "pick",
+    "rate",
+)
 
 GREEDY = 1e-5
 """Temperatures below this take the most likely token."""
+
+Support: TypeAlias = tuple[tuple[int, ...], float]
+"""Tokens that could have been drawn, the most likely one first, and the drawn one's logprob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +56,20 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     skip_reading_prefix_cache: bool | None = None
+    prompt_start: int = 0
+    """First position of the prompt whose score is wanted."""
+    logprob_token_ids: tuple[int, ...] = ()
+    keeps_support: bool = False
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        """Scoring a prompt needs every position computed: no cached prefix unless told to."""
+    def reusable(self) -> int | None:
+        """How many positions may come from a cached prefix; None = any number.
+
+        Positions whose score is wanted have to be computed, unless the request says otherwise.
+        """
         if self.skip_reading_prefix_cache is None:
-            return self.prompt_logprobs is None
-        return not self.skip_reading_prefix_cache
+            return None if self.prompt_logprobs is None else self.prompt_start
+        return 0 if self.skip_reading_prefix_cache else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +87,22 @@ class Pick:
 
     token_id: int
     processed: Floats
+    logits: Floats
+    """Divided by the temperature, before truncation."""
+    greedy: bool = False
+
+    @property
+    def scaled(self) -> Floats:
+        """Log-probabilities before truncation."""
+        return log_softmax(self.logits)
+
+    def support(self) -> Support:
+        """What the token was chosen from."""
+        if self.greedy:
+            return (self.token_id,), 0.0
+        order = np.argsort(-self.processed, kind="stable")
+        kept = order[: int(np.isfinite(self.processed).sum())]
+        return tuple(kept.tolist()), float(np.float32(self.processed[self.token_id]))
 
 
 def log_softmax(logits: Floats) -> Floats:
@@ -93,6 +130,11 @@ def rate(logprobs: Floats, token_id: int, top: int) -> tuple[Score, ...]:
     return tuple(scores)
 
 
+def listed(logprobs: Floats, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """The scores of some tokens, in their order, rounded as in `rate`."""
+    return tuple(float(np.float32(logprobs[token])) for token in token_ids)
+
+
 def pick(
     logits: Floats,
     sampling: Sampling,
@@ -106,11 +148,12 @@ def pick(
     scores = _constrain(logits.copy(), sampling, output, stop_ids)
     scores = _penalize(scores, sampling, prompt, output)
     if sampling.temperature < GREEDY:
-        return Pick(int(scores.argmax()), log_softmax(scores))
-    logprobs = log_softmax(_truncate(scores / sampling.temperature, sampling))
+        return Pick(int(scores.argmax()), log_softmax(scores), scores, greedy=True)
+    scaled = scores / sampling.temperature
+    logprobs = log_softmax(_truncate(scaled.copy(), sampling))
     cumulative = np.exp(logprobs).cumsum()
     token = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
-    return Pick(min(token, len(cumulative) - 1), logprobs)
+    return Pick(min(token, len(cumulative) - 1), logprobs, scaled)
 
 
 def _constrain(

@@ -15,7 +15,7 @@ from typing import Any, cast
 import anyio
 
 from .calls import ByteStream, Call, Reply
-from .engine import Engine, EngineDeadError, Pause, PauseMode
+from .engine import Engine, EngineConfig, EngineDeadError, Pause, PauseMode
 from .faults import Fault
 from .protocol import Identity
 from .vllm_facts import BACKEND, VllmFlags, model_list, vllm_config
@@ -44,6 +44,18 @@ _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 @dataclass(frozen=True, slots=True)
 class VllmConfig(VllmFlags):
     """A vLLM server to build."""
+
+    def tune(self, engine: EngineConfig) -> EngineConfig:
+        """The engine's configuration as it is.
+
+        Raises:
+            ValueError: A mode of logprobs that vLLM does not have.
+        """
+        if engine.logprobs_mode == "scaled_logprobs":
+            raise ValueError(
+                "logprobs_mode='scaled_logprobs': vLLM has raw_logprobs and processed_logprobs"
+            )
+        return engine
 
     def build(self, engine: Engine, identity: Identity) -> "VllmServer":
         """A server that just came up."""

@@ -14,7 +14,7 @@ import anyio
 
 from .calls import Call, Reply
 from .clock import Clock, VirtualClock
-from .engine import Engine, EngineConfig
+from .engine import Engine, EngineConfig, EngineDeadError
 from .faults import Fault, FaultPlan
 from .protocol import Identity, Server, ServerConfig
 from .vllm import VllmConfig
@@ -50,7 +50,7 @@ class Worker:
     ) -> None:
         self.faults = FaultPlan(faults)
         self._config = config
-        self._engine_config = engine
+        self._engine_config = config.tune(engine)
         self._clock = clock
         self._index = index
         self._epoch_s = epoch_s
@@ -118,7 +118,9 @@ class Worker:
     async def _live(self, process: "_Process") -> None:
         await process.engine.run()
         if not process.gone.is_set():
-            await self._clock.sleep(self._engine_config.exit_s)
+            # an engine that dies alone leaves its server behind for a while
+            if isinstance(process.engine.error, EngineDeadError):
+                await self._clock.sleep(self._engine_config.exit_s)
             self._end(process)
 
     async def _mishandle(self, process: "_Process", call: Call, fault: Fault) -> Reply:
