@@ -8,6 +8,7 @@ from .calls import ByteStream, Call, Reply
 from .clock import Clock, RealClock, VirtualClock
 from .engine import Engine, EngineConfig
 from .faults import Action, Fault, FaultPlan, parse_faults
+from .sglang import SglangConfig
 from .vllm import VllmConfig
 from .worker import Cluster, Worker, read_config
 
@@ -23,6 +24,7 @@ __all__ = (
     "FaultPlan",
     "RealClock",
     "Reply",
+    "SglangConfig",
     "VirtualClock",
     "VllmConfig",
     "Worker",

@@ -17,12 +17,13 @@ from .clock import Clock, VirtualClock
 from .engine import Engine, EngineConfig, EngineDeadError
 from .faults import Fault, FaultPlan
 from .protocol import Identity, Server, ServerConfig
+from .sglang import SglangConfig
 from .vllm import VllmConfig
 
 __all__ = ("PROTOCOLS", "Cluster", "Worker", "read_config")
 
 T = TypeVar("T")
-PROTOCOLS: Mapping[str, type[ServerConfig]] = {"vllm": VllmConfig}
+PROTOCOLS: Mapping[str, type[ServerConfig]] = {"sglang": SglangConfig, "vllm": VllmConfig}
 _EPOCH_S = 1_795_000_000.0
 
 
