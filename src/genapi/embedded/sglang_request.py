@@ -337,8 +337,7 @@ def _rids(
 
 def _salt(cache_salt: str | None, extra_key: str | None) -> str | None:
     """What tells this request's prefixes from others."""
-    parts = [part for part in (cache_salt, extra_key) if part]
-    return "\0".join(parts) if parts else None
+    return f"{cache_salt or ''}\0{extra_key or ''}" if cache_salt or extra_key else None
 
 
 def _check_length(length: int, max_new_tokens: int | None, context: int) -> None:

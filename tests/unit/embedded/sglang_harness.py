@@ -80,7 +80,6 @@ class Flying:
         self.status: int | None = None
         self.body: Any = None
 
-    @property
     def over(self) -> bool:
         return self.status is not None
 

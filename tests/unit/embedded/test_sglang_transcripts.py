@@ -441,7 +441,7 @@ async def test_a_flush_that_waits_in_vain() -> None:
 
 
 async def until_over(flying: Any) -> None:
-    await until(lambda: flying.over)
+    await until(flying.over)
 
 
 def check_ended(got: dict[str, Any], wanted: dict[str, Any]) -> None:
