@@ -79,6 +79,7 @@ class Flying:
     def __init__(self) -> None:
         self.status: int | None = None
         self.body: Any = None
+        self.lost = False
 
     def over(self) -> bool:
         return self.status is not None
@@ -98,15 +99,7 @@ class Sky:
 
     def launch(self, prompt: Sequence[int], n: int, **fields: Any) -> Flying:
         """Send a request and do not wait for it."""
-        flying = Flying()
-
-        async def run() -> None:
-            flying.status, flying.body = await self.client.post(
-                "/generate", request(prompt, n, **fields)
-            )
-
-        self.group.start_soon(run)
-        return flying
+        return self.call("/generate", request(prompt, n, **fields))
 
     async def fly(self, prompt: Sequence[int], n: int, *, seen: int = 3, **fields: Any) -> Flying:
         """Send a request, and wait until it has some tokens."""
@@ -122,7 +115,10 @@ class Sky:
         flying = Flying()
 
         async def run() -> None:
-            flying.status, flying.body = await self.client.post(path, body, **fields)
+            try:
+                flying.status, flying.body = await self.client.post(path, body, **fields)
+            except ConnectionResetError:
+                flying.lost = True
 
         self.group.start_soon(run)
         return flying
