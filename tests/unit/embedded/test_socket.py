@@ -1,5 +1,6 @@
 """The socket shell: a process of its own that listens, hangs up, dies and stops like a server."""
 
+import base64
 import http.client
 import json
 import signal
@@ -61,6 +62,17 @@ def started(*options: str) -> Iterator[Server]:
 def server() -> Iterator[Server]:
     with started("--seed", "1", "--max-model-len", "2000", "--step-s", "0.001") as running:
         yield running
+
+
+@pytest.fixture
+def sglang() -> Iterator[Server]:
+    with started("--protocol", "sglang", "--seed", "1", "--max-model-len", "4000") as running:
+        yield running
+
+
+def asked(n: int, **fields: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": n, "temperature": 0}
+    return {"input_ids": [1, 2, 3], "sampling_params": sampling} | fields
 
 
 def body(n: int, **fields: Any) -> dict[str, Any]:
@@ -149,6 +161,67 @@ def test_faults_reach_the_connection_and_a_signal_stops_it() -> None:
         server.process.wait(LIMIT_S)
         waiting.join(LIMIT_S)
         assert len(outcome) == 1
+
+
+def test_sglang_generates_whole_and_in_pieces(sglang: Server) -> None:
+    expected = policy.greedy(policy.init(1), [1, 2, 3], 8)
+    assert sglang.call("GET", "/ready") == (200, "")
+    status, reply = sglang.call("POST", "/generate", asked(8))
+    assert (status, reply["output_ids"]) == (200, expected)
+    status, text = sglang.call("POST", "/generate", asked(8, stream=True))
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    assert json.loads(lines[-1])["output_ids"] == expected
+
+
+def test_sglang_takes_weights_in_the_call_and_drops_a_client_that_left(sglang: Server) -> None:
+    connection = sglang.connect()
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/generate", json.dumps(asked(3900, stream=True)), headers)
+    assert connection.getresponse().readline().startswith(b"data: ")
+    connection.close()
+    weights = policy.init(2)
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    update = {
+        "names": list(weights),
+        "dtypes": ["float32"] * len(weights),
+        "shapes": [array.shape for array in weights.values()],
+        "data": [base64.b64encode(array.tobytes()).decode() for array in weights.values()],
+        "weight_version": "v1",
+    }
+    # the server is not paused: the session waits until nobody is left
+    for path, fields in (
+        ("/init_weights_update_group", group | {"backend": "genapi_memory"}),
+        ("/begin_weight_update", {}),
+        ("/update_weights_from_distributed", update),
+        ("/end_weight_update", {}),
+    ):
+        status, reply = sglang.call("POST", path, fields)
+        assert (status, reply["success"]) == (200, True)
+    _, reply = sglang.call("POST", "/generate", asked(8))
+    assert reply["output_ids"] == policy.greedy(weights, [1, 2, 3], 8)
+    assert reply["meta_info"]["weight_version"] == "v1"
+
+
+def test_sglang_dies_of_an_id_out_of_vocabulary(sglang: Server) -> None:
+    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+        sglang.call("POST", "/generate", asked(2, input_ids=[99]))
+    assert sglang.process.wait(LIMIT_S) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--protocol", "sglang", "--block-size", "4"),
+        ("--protocol", "sglang", "--logprobs-mode", "processed_logprobs"),
+        ("--protocol", "vllm", "--logprobs-mode", "scaled_logprobs"),
+    ],
+)
+def test_what_an_engine_does_not_have_is_refused(options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "genapi.embedded", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert options[2][2:].replace("-", "_") in done.stderr
 
 
 def test_unknown_options_are_refused() -> None:
