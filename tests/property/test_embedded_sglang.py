@@ -74,7 +74,7 @@ async def fly(plan: list[Round], starts: list[int], flights: list[Flight]) -> No
         status, flight.reply = await client.post("/generate", body)
         assert status == 200
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(60):
         async with cluster, anyio.create_task_group() as group:
 
             def start(first: int, n: int) -> None:

@@ -275,7 +275,8 @@ class SglangServer:
         self._states: dict[str, Flight] = {}
         self._healthy = True
         self._heard_at = -1.0
-        self._fault: Fault | None = None
+        self._lost: set[Call] = set()
+        """Calls whose sender goes away."""
         self._version = engine.label = config.weight_version
         self._model_path = config.model
         self._limits = Limits(
@@ -283,7 +284,9 @@ class SglangServer:
             context=engine.config.max_model_len,
             seeded=config.enable_deterministic_inference,
         )
-        self._weights = WeightUpdater(engine, ranks=config.tp_size, crash=self._crash)
+        self._weights = WeightUpdater(
+            engine, ranks=config.tp_size, stages=config.pp_size, crash=self._crash
+        )
         self._endpoints = self._table()
 
     async def handle(self, call: Call, fault: Fault | None) -> Reply:
@@ -302,7 +305,8 @@ class SglangServer:
         if call.method not in endpoint.methods:
             allow = ", ".join(endpoint.methods)
             return plain(405, {"detail": "Method Not Allowed"}, allow=allow)
-        self._fault = fault if fault is not None and fault.action == "peer_lost" else None
+        if fault is not None and fault.action == "peer_lost":
+            self._lost.add(call)
         try:
             if endpoint.outlives:
                 task = self._engine.start(_awaited(endpoint.handler(call)))
@@ -671,11 +675,13 @@ class SglangServer:
         return outcome(*await self._ask(lambda: self._weights.leave(body["group_name"])))
 
     async def _update_from_group(self, call: Call) -> Reply:
-        fault, body = self._fault, self._struct(call)
+        lost = call in self._lost
+        self._lost.discard(call)
+        body = self._struct(call)
         arrays = cast("Sequence[Any] | None", call.attachment)
         reply, success = await self._update(
             body,
-            lambda options: self._weights.from_group(body, options, arrays=arrays, fault=fault),
+            lambda options: self._weights.from_group(body, options, arrays=arrays, lost=lost),
         )
         taken = getattr(arrays, "taken", None)
         if success and taken is not None:

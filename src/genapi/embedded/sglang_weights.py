@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from .checkpoint import DTYPES, from_bytes, read_checkpoint
 from .engine import Engine, Pause
-from .faults import Fault
 from .sglang_facts import BACKEND
 
 __all__ = ("Outcome", "UpdateOptions", "WeightUpdater", "engine_checksum", "rank_checksum")
@@ -67,12 +66,16 @@ class WeightUpdater:
     Args:
         engine: Whose weights.
         ranks: Ranks that the server takes in a group.
+        stages: Pipeline stages; the ranks of the second would be those of the first.
         crash: Ends the process for a reason that no reply can tell.
     """
 
-    def __init__(self, engine: Engine, *, ranks: int, crash: Callable[[str], Exception]) -> None:
+    def __init__(
+        self, engine: Engine, *, ranks: int, stages: int, crash: Callable[[str], Exception]
+    ) -> None:
         self._engine = engine
         self._ranks = ranks
+        self._stages = stages
         self._crash = crash
         self._groups: dict[str, _Group] = {}
         self._open = False
@@ -111,6 +114,8 @@ class WeightUpdater:
             return False, (
                 f"{failed} an embedded engine has no backend {body['backend']!r}, only {BACKEND!r}."
             )
+        if self._stages > 1:
+            return False, f"{failed} {self._stages} pipeline stages would have the same ranks."
         first, world = body["rank_offset"], body["world_size"]
         if not 1 <= first <= first + self._ranks - 1 < world:
             return False, (
@@ -134,17 +139,17 @@ class WeightUpdater:
         options: UpdateOptions,
         *,
         arrays: Sequence[Any] | None,
-        fault: Fault | None,
+        lost: bool,
     ) -> Outcome:
-        """Receive tensors through a group and load them."""
+        """Receive tensors through a group and load them; `lost`: the sender goes away."""
         if not self._open:
             return False, (
                 "update_weights_from_distributed must run between begin_weight_update() and "
                 "end_weight_update()"
             )
         try:
-            tensors = self._receive(body, arrays, lost=fault is not None)
-        except (ValueError, AttributeError, ConnectionError) as error:
+            tensors = self._receive(body, arrays, lost=lost)
+        except (ValueError, TypeError, AttributeError, ConnectionError) as error:
             return False, f"Failed to receive weights: {error}"
         try:
             self._load(tensors)

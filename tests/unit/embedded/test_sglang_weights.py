@@ -9,8 +9,8 @@ import anyio
 import numpy as np
 import pytest
 
-from genapi.embedded import Fault, policy
-from tests.unit.embedded.harness import until
+from genapi.embedded import ByteStream, Fault, policy
+from tests.unit.embedded.harness import events, until
 from tests.unit.embedded.sglang_harness import (
     GROUP,
     PROMPT,
@@ -19,6 +19,7 @@ from tests.unit.embedded.sglang_harness import (
     described,
     encoded,
     flights,
+    request,
     serving,
 )
 
@@ -222,6 +223,13 @@ async def test_a_group_that_cannot_be(fields: dict[str, Any], text: str) -> None
         )
 
 
+async def test_pipeline_stages_cannot_join() -> None:
+    async with serving(pp_size=2) as client:
+        status, reply = await client.join_group(world=5)
+    assert status == 400
+    assert "2 pipeline stages would have the same ranks" in reply["message"]
+
+
 async def test_digests_have_to_be_those_of_the_group_and_of_one_update() -> None:
     async with serving() as client:
         await client.join_group(digest="g")
@@ -274,6 +282,22 @@ async def test_a_flush_that_fails_leaves_new_weights_and_two_versions() -> None:
         assert await client.serves(NEW)
         frames = (await client.generate(PROMPT, 4))["meta_info"]
         assert frames["weight_version"] == "v1"
+
+
+async def test_frames_on_the_way_name_the_version_of_the_front_end() -> None:
+    async with serving() as client:
+        body = request(PROMPT, 60, stream=True)
+        reply = await client.send("POST", "/generate", body)
+        assert isinstance(reply.body, ByteStream)
+        await anext(reply.body)
+        await client.pause("in_place")
+        await client.join_group()
+        await client.post(BEGIN, {})
+        await client.update(NEW, weight_version="v1")
+        await client.resume()
+        versions = [f["meta_info"]["weight_version"] for f in (await events(reply))[:-1]]
+    assert set(versions[:-1]) == {"default"}
+    assert versions[-1] == "v1"
 
 
 async def test_a_new_version_aborts_everything_unless_told_not_to() -> None:
