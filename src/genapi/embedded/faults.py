@@ -36,7 +36,8 @@ class Fault:
     out. `never_answer`: no effect and no reply until the caller gives up. `answer_late`: the reply
     comes `delay_s` after its time. `garble`: the call takes effect, the reply is a 200 that is not
     JSON. `error`: `status` and `body` instead of any effect. `peer_lost`, on weight updates only:
-    the sender is lost after `after_tensors` tensors of the call (half of them when None).
+    the sender is lost after `after_tensors` tensors of the call (half of them when None), of which
+    an engine that loads what it has received in one go keeps none.
     """
 
     path: str
