@@ -129,13 +129,16 @@ def invalid(route: Route, *errors: Mapping[str, object]) -> Refusal:
 
 
 def read_body(call: Call, route: Route) -> Any:
-    """The JSON in a body.
+    """The JSON in a body; the bytes themselves if they are declared to be something else.
 
     Raises:
         Refusal: There is none, or it is no JSON.
     """
     if not call.body:
         raise invalid(route, _error("missing", ("body",), "Field required", None))
+    declared = call.headers.get("content-type", "application/json").partition(";")[0].strip()
+    if declared != "application/json" and not declared.endswith("+json"):
+        return call.body
     try:
         return json.loads(call.body)
     except json.JSONDecodeError as error:
@@ -163,7 +166,6 @@ def read_struct(call: Call, route: Route, shape: Fields) -> dict[str, Any]:
         errors.append(
             _error("dict_type", ("body", _built(kind)), "Input should be a valid dictionary", body)
         )
-        body = {}
     else:
         for name, wanted in shape.kinds.items():
             loc = ("body", _built(kind), name)

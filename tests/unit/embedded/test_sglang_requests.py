@@ -270,6 +270,28 @@ async def test_ids_of_a_batch_have_to_add_up(body: dict[str, Any], message: str)
     assert reply["error"]["message"].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "headers", "said"),
+    [
+        ("/generate", [1], {}, "instance of GenerateReqInput', 'input': [1], 'ctx'"),
+        ("/pause_generation", [1], {}, "valid dictionary', 'input': [1]}"),
+        ("/pause_generation", [1], {}, "instance of PauseGenerationReqInput', 'input': [1]"),
+        ("/generate", {}, {"content-type": "text/plain"}, "'input': b'{}'"),
+        ("/generate", {"rid": 5}, {}, "'loc': ('body', 'rid', 'list[str]')"),
+        ("/generate", {"input_ids": ["a"]}, {}, "elements must be int or list; got str"),
+        ("/generate", {"stream": "maybe"}, {}, "'type': 'bool_parsing', 'loc': ('body', 'stream')"),
+        ("/abort_request", {"rid": 5}, {}, "'type': 'string_type', 'loc': ('body', 'function-"),
+    ],
+)
+async def test_bodies_of_the_wrong_kind_are_refused(
+    path: str, sent: object, headers: dict[str, str], said: str
+) -> None:
+    async with serving() as client:
+        status, reply = await client.post(path, sent, headers=headers)
+    assert (status, reply["type"]) == (400, "Bad Request")
+    assert said in reply["message"]
+
+
 # aborts
 
 
