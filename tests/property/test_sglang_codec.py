@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-from itertools import pairwise
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np

@@ -101,6 +101,9 @@ def parse(body: bytes) -> tuple[Body, dict[str, Any]]:
         typed = _open.decode(body)
     except msgspec.ValidationError as error:
         raise ReplyError(f"the reply breaks its contract: {error}") from None
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        # What the closed decoder stumbled over came before what is no JSON.
+        raise ReplyError(f"the reply is not JSON: {error}") from None
     try:
         fields = _fields.decode(body)
         extra = _unknown(fields, Body)
