@@ -282,6 +282,36 @@ async def test_a_pause_that_never_answers_is_named_and_the_other_worker_serves_o
         assert reply.worker == report.receipts[0].worker
 
 
+@pytest.mark.case("WUP-01")
+@pytest.mark.parametrize(
+    ("path", "fenced", "step"),
+    [
+        ("/init_weight_transfer_engine", [False, False], 0),
+        ("/pause", [False, True], 0),
+        ("/update_weights", [True, True], 0),
+        ("/resume", [False, True], 1),
+    ],
+)
+async def test_an_error_inside_a_200_is_the_error_of_that_worker_and_it_gets_no_new_version(
+    path: str, fenced: list[bool], step: int
+) -> None:
+    body = '{"status":"error","message":"Worker must be paused"}'
+    async with rig(2) as r, publisher(r) as p:
+        await p.adopt(0)
+        r.fail(1, path, "error", status=200, body=body)
+        report = await failed(p, 1)
+        good, bad = report.receipts
+        assert "Worker must be paused" in (report.error or "")
+        assert "Worker must be paused" in (bad.error or "")
+        assert good.error is None
+        assert [x.fence is not None for x in report.receipts] == fenced
+        committed = r.fleet.membership.committed
+        assert committed == PolicyVersion(run=report.version.run, step=step)
+        if not all(fenced):
+            reply = await r.fleet.generate(request(timeout_s=5))
+            assert reply.output.policy.oldest == committed
+
+
 @pytest.mark.case("WUP-03")
 async def test_an_error_on_one_worker_resumes_nobody_and_names_that_worker_only() -> None:
     async with rig(2) as r, publisher(r) as p:

@@ -1,7 +1,7 @@
 """Administration of one vLLM server: what is sent, and what the answers mean."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -239,6 +239,28 @@ def test_a_transfer_whose_other_end_went_away_is_a_lost_peer(text: str) -> None:
     body = json.dumps({"error": {"message": f"Worker failed with error '{text}', please check"}})
     assert answer_of(Op.UPDATE, HTTPReply(500, body.encode())).observed is Observed.PEER_LOST
     assert answer_of(Op.FINISH, HTTPReply(500, body.encode())).observed is Observed.REJECTED
+
+
+@pytest.mark.case("WUP-01")
+@pytest.mark.parametrize("status", ["error", "failed"])
+@pytest.mark.parametrize(
+    "flow",
+    [
+        lambda: ADMIN.pause(PausePlan()),
+        lambda: ADMIN.resume(PausePlan(in_flight_kv="stale")),
+        lambda: ADMIN.join({"world_size": 2}, rank_offset=1),
+        lambda: ADMIN.update({"names": []}, attachment=None),
+    ],
+    ids=["pause", "resume", "init", "update"],
+)
+def test_an_error_inside_a_200_is_an_error(flow: Callable[[], Flow[Answer]], status: str) -> None:
+    answer, _ = run(flow(), says(status=status, message="Worker must be paused"))
+    assert (answer.observed, answer.detail) == (Observed.REJECTED, "200: Worker must be paused")
+
+
+@pytest.mark.parametrize("status", ["paused", "resumed", "ok", "success"])
+def test_a_status_that_names_no_failure_is_none(status: str) -> None:
+    assert answer_of(Op.PAUSE, says(status=status)).done
 
 
 @pytest.mark.parametrize("status", [502, 504])

@@ -27,6 +27,7 @@ __all__ = ("PATTERNS", "ROWS", "VERDICTS", "Pattern", "Row", "answer_of")
 
 _GATEWAY_TIMEOUT = 504
 _BAD_REQUEST = 400
+_FAILED = ("error", "failed")  # vLLM itself says "paused" and "resumed"
 _WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 
 
@@ -88,7 +89,8 @@ def answer_of(op: Op, reply: HTTPReply) -> Answer:
         except ReplyError as error:
             # Something in between has written it: what the worker did nobody can say.
             return Answer(Observed.LOST, str(error))
-        if not body.get("error") and body.get("success") is not False:
+        failed = body.get("error") or body.get("success") is False
+        if not failed and body.get("status") not in _FAILED:
             return Answer(Observed.DONE)
     text = error_text(reply.body).message
     inner = _WORKER.search(text)
