@@ -429,7 +429,7 @@ class Drive:
         self._fleet.membership.learn(url, facts)
         if found != worker or facts.label != self.tx.label:
             detail = f"{found} answers in place of {worker} and holds {facts.label!r}"
-            return Answer(Observed.REFUSED, detail)
+            return Answer(Observed.OTHER_LABEL, detail)
         seen = {"label": facts.label, "paused": facts.paused}
         if "probe" not in self._levels:
             return Answer(Observed.DONE, facts=seen)

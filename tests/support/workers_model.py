@@ -171,7 +171,8 @@ def _drop(truth: Truth, call: Call) -> Truth:
 def _apply(truth: Truth, call: Call) -> tuple[Truth, Answer]:
     """Do what was asked, as vLLM does it."""
     if truth.replaced and call.op in _IDENTIFIES:
-        return truth, Answer(Observed.REFUSED)
+        other = Observed.OTHER_LABEL if call.op is Op.PROBE else Observed.REFUSED
+        return truth, Answer(other)
     if call.op in _READS:
         return truth, _read(truth, call)
     if call.op in _SESSION:
@@ -208,7 +209,7 @@ def _read(truth: Truth, call: Call) -> Answer:
     if call.op is Op.CONFIRM:
         return Answer(Observed.DONE if truth.paused else Observed.REFUSED)
     if call.op is Op.PROBE and truth.label != call.label:
-        return Answer(Observed.REFUSED)
+        return Answer(Observed.OTHER_LABEL)
     return Answer(Observed.DONE, facts=facts)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from genapi.errors import UnsupportedError
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import Answer, Seen, Verdict
 from genapi.publication.plan import PausePlan
 from genapi.types.base import Value
 from genapi.types.ids import Role, WorkerId
@@ -152,12 +152,12 @@ class Admin(Protocol):
     Flows turn errors into answers; a `TransportError` thrown into one is left to `lost`.
 
     Attributes:
-        verdicts: what (operation, observation) proves; what is not listed proves nothing.
+        verdicts: what is proved by what a worker showed, by `verdicts_of` from the provider's rows.
         finish_sets_label: whether FINISH carries the label, so that LABEL asks nothing.
         marks: whether `label` aborts nothing, so that it can be written ahead of an update.
     """
 
-    verdicts: Mapping[tuple[Op, Observed], Verdict]
+    verdicts: Mapping[Seen, Verdict]
     finish_sets_label: bool
     marks: bool
 

@@ -1,17 +1,29 @@
 """What an answer of a worker means, and what follows from it.
 
-A provider's `admin.py` turns each reply into an `Answer` and owns a table of `Verdict`s: what an
-observation proves about the worker's weights and what heals it. The state table of a
-publication concludes from these and from nothing else.
+A provider turns each reply into an `Answer` by its `Pattern`s, and owns the `Row`s that say what
+an observation proves about the worker's weights and what heals it. A publication concludes from
+rows and from nothing else. Here is what rows are made of; none of it knows an engine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from genapi.types.worker import Evidence, Outcome, Recovery
 
-__all__ = ("Answer", "Observed", "Op", "Verdict")
+__all__ = (
+    "Answer",
+    "Observed",
+    "Op",
+    "Pattern",
+    "Reached",
+    "Row",
+    "Seen",
+    "Verdict",
+    "markdown",
+    "verdicts_of",
+)
 
 
 class Op(StrEnum):
@@ -54,6 +66,10 @@ class Observed(StrEnum):
     """The call cannot have reached it."""
     LOST = "lost"
     """No answer in time: it may or may not have acted."""
+    UPDATING = "updating"
+    """Its label says that an update of it began and did not end."""
+    OTHER_LABEL = "other_label"
+    """It carries another label than this attempt's, or another process answers in its place."""
     DIFFERS = "differs"
     """It answered, and holds something else than the other workers or the trainer."""
     DEAD = "dead"
@@ -93,3 +109,116 @@ class Verdict:
     outcome: Outcome
     evidence: Evidence
     recovery: Recovery | None
+
+
+class Reached(StrEnum):
+    """How far a publication had come with a worker."""
+
+    NOT_BEGUN = "not_begun"
+    """It was never asked to begin."""
+    EMPTY = "empty"
+    """It was asked to begin, and no bucket was sent to it."""
+    SENT = "sent"
+    """A bucket was sent to it."""
+    HELD = "held"
+    """The attempt's own label was read back from it, and its engine lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one worker showed.
+
+    Attributes:
+        op: what was asked; None = whatever it was.
+        observed: what came back; None = whatever it was.
+        reached: how far the publication had come with the worker.
+    """
+
+    op: Op | None
+    observed: Observed | None
+    reached: Reached
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one observation proves: a claim about one engine.
+
+    Attributes:
+        op: what was asked; None = whatever it was.
+        observed: what came back; None = whatever else it was.
+        reached: how far the publication may have come with the worker.
+        verdict: where the worker's weights are and what heals them.
+        source: where this was seen. It begins with RUN (on the real engine), READ (in its source)
+            or RULE (it holds whatever the engine does).
+    """
+
+    op: Op | None
+    observed: Observed | None
+    reached: tuple[Reached, ...]
+    verdict: Verdict
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a text in an error answer to one of `ops` shows; the first that fits counts.
+
+    Attributes:
+        text: a regular expression.
+        observed: what it shows.
+        source: where this was seen, as in a `Row`.
+        ops: the operations it counts for; empty = all.
+    """
+
+    text: str
+    observed: Observed
+    source: str
+    ops: tuple[Op, ...] = ()
+
+
+def verdicts_of(rows: Iterable[Row]) -> Mapping[Seen, Verdict]:
+    """The rows by what they are about.
+
+    Raises:
+        ValueError: two rows are about the same, or nothing is said of what no row names.
+    """
+    found: dict[Seen, Verdict] = {}
+    for row in rows:
+        for reached in row.reached:
+            seen = Seen(row.op, row.observed, reached)
+            if seen in found:
+                raise ValueError(f"two rows are about {seen}")
+            found[seen] = row.verdict
+    missing = [reached for reached in Reached if Seen(None, None, reached) not in found]
+    if missing:
+        raise ValueError(f"no row for whatever else is seen when {missing[0]} was reached")
+    return MappingProxyType(found)
+
+
+def markdown(rows: Sequence[Row], patterns: Sequence[Pattern]) -> tuple[str, str]:
+    """Rows and patterns as two tables for a page of docs."""
+    evidence = _table(
+        ("asked", "came back", "reached", "outcome", "evidence", "recovery", "source"),
+        [
+            (
+                row.op or "any",
+                row.observed or "any other",
+                ", ".join(row.reached),
+                row.verdict.outcome,
+                row.verdict.evidence,
+                row.verdict.recovery or "none",
+                row.source,
+            )
+            for row in rows
+        ],
+    )
+    texts = _table(
+        ("text of the error", "to", "shows", "source"),
+        [(f"`{p.text}`", ", ".join(p.ops) or "any", p.observed, p.source) for p in patterns],
+    )
+    return evidence, texts
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,21 +1,21 @@
 """One publication as a value: events in, commands out.
 
-The rule of this file: no I/O, no clock, no waiting. `advance` walks `TABLE`; what a worker's
-answers prove comes from the provider's verdicts; `conclude` and `fence` say where a publication
-left each worker.
+The rule of this file: no I/O, no clock, no waiting, and nothing is proved here. `advance` walks
+`TABLE`; `conclude` picks what a worker showed that says most, and the provider's rows say what
+that proves; `fence` says what keeps traffic from the worker meanwhile.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import Answer, Observed, Op, Reached, Seen, Verdict
 from genapi.publication.shared import Shared
 from genapi.publication.table import TABLE, Act, Phase, Row, Who
-from genapi.publication.verification import DIFFERENT, Checks, compare
+from genapi.publication.verification import Checks, compare
 from genapi.types.ids import WorkerId
 from genapi.types.policy import is_updating_label
-from genapi.types.worker import Evidence, Fence, FenceStrength, Outcome, Recovery
+from genapi.types.worker import Fence, FenceStrength, Recovery
 
 __all__ = (
     "Abandon",
@@ -265,7 +265,7 @@ def _checked_label(tx: Transaction, answer: Answer) -> Answer:
     if answer.facts.get("label") == tx.label:
         return answer
     detail = f"label read back is {answer.facts.get('label')!r}, expected {tx.label!r}"
-    return replace(answer, observed=Observed.REFUSED, detail=detail)
+    return replace(answer, observed=Observed.OTHER_LABEL, detail=detail)
 
 
 def _tolerated(tx: Transaction, answer: Answer) -> bool:
@@ -287,7 +287,7 @@ def _fail(tx: Transaction, error: str) -> Step:
 def _compared(tx: Transaction) -> Transaction:
     """All have answered: whoever holds something else than the others has failed after all."""
     op = tx.row.ask
-    if op is None or op not in DIFFERENT:
+    if op is None:
         return tx
     answers = {w: p.answers[op] for w, p in tx.workers.items() if p.did(op)}
     workers = dict(tx.workers)
@@ -388,90 +388,90 @@ _IS_ASKED: Mapping[Who, Callable[[Transaction, Progress], bool]] = MappingProxyT
 )
 
 
-def conclude(
-    tx: Transaction, progress: Progress, verdicts: Mapping[tuple[Op, Observed], Verdict]
-) -> Verdict:
+def conclude(tx: Transaction, progress: Progress, verdicts: Mapping[Seen, Verdict]) -> Verdict:
     """What is proved of one worker at the end, from its answers alone."""
-    if progress.dead:
-        outcome = Outcome.UNKNOWN if _begun(progress) else Outcome.UNTOUCHED
-        return Verdict(outcome, Evidence.DEAD, Recovery.RESTART_THEN_PUBLISH)
+    reached = _reached(tx, progress)
+    for op, observed in _telling(tx, progress):
+        for seen in (Seen(op, observed, reached), Seen(op, None, reached)):
+            if seen in verdicts:
+                return verdicts[seen]
+    verdict = verdicts[Seen(None, None, reached)]
+    if progress.fence is not None and reached is Reached.NOT_BEGUN:
+        # Nothing was done to it: what an earlier publication concluded still holds.
+        return replace(verdict, recovery=progress.fence.recovery)
+    return verdict
+
+
+def _reached(tx: Transaction, progress: Progress) -> Reached:
     if not _begun(progress):
-        if progress.failure is not None and progress.failure[0] is Op.HEAL:
-            # Healing opens a session and closes it: what it answers counts as after a BEGIN.
-            healed = verdicts.get((Op.HEAL, progress.failure[1].observed))
-            if healed is not None:
-                return healed
-        return Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, _recovery_of_untouched(progress))
-    read = progress.answers.get(Op.READ)
-    different = _different(progress)
-    if different is not None or is_proved(tx, progress):
-        return different or _held(progress)
-    if progress.failure is not None:
-        op, answer = progress.failure
-        known = verdicts.get((op, answer.observed))
-        if known is not None:
-            return known
-    if progress.did(Op.CLOSE) and Op.UPDATE not in progress.asked:
-        return Verdict(Outcome.UNTOUCHED, Evidence.SESSION_CLOSED_EMPTY, Recovery.REPUBLISH)
-    if progress.did(Op.CLOSE):
-        return Verdict(Outcome.DIRTY, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
-    evidence = Evidence.NO_ANSWER if read is None or not read.facts else Evidence.OTHER_LABEL
-    return Verdict(Outcome.UNKNOWN, evidence, Recovery.CLOSE_THEN_REPUBLISH)
+        return Reached.NOT_BEGUN
+    if is_proved(tx, progress):
+        return Reached.HELD
+    return Reached.SENT if Op.UPDATE in progress.asked else Reached.EMPTY
 
 
-def _different(progress: Progress) -> Verdict | None:
-    for op, verdict in DIFFERENT.items():
-        if op in progress.answers and progress.answers[op].observed is Observed.DIFFERS:
-            return verdict
-    return None
+def _telling(tx: Transaction, progress: Progress) -> Iterator[tuple[Op | None, Observed]]:
+    """What the worker showed, the most telling first."""
+    if progress.dead:
+        yield None, Observed.DEAD
+    if _begun(progress):
+        yield from _shown_after_begin(tx, progress)
+    else:
+        yield from _shown_before_begin(progress)
 
 
-def _held(progress: Progress) -> Verdict:
-    """Its own label was read back: it held the version then, and serves it if it was probed."""
-    if progress.did(Op.PROBE):
-        return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, None)
-    if Op.PROBE in progress.asked:
-        read = Op.PROBE in progress.answers and "label" in progress.answers[Op.PROBE].facts
-        evidence = Evidence.NO_ANSWER if read else Evidence.OTHER_LABEL
-        return Verdict(Outcome.UNKNOWN, evidence, Recovery.REPUBLISH)
-    return Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, Recovery.REPUBLISH)
-
-
-def _recovery_of_untouched(progress: Progress) -> Recovery | None:
+def _shown_before_begin(progress: Progress) -> Iterator[tuple[Op, Observed]]:
+    if progress.failure is not None and progress.failure[0] is Op.HEAL:
+        # Healing opens a session and closes it: what it answers counts as after a BEGIN.
+        yield Op.HEAL, progress.failure[1].observed
     if progress.fence is not None:
-        return progress.fence.recovery
+        return
     if progress.broken:
-        return Recovery.CLOSE_THEN_REPUBLISH
-    unconfirmed = Op.CONFIRM in progress.asked and not progress.did(Op.CONFIRM)
-    if unconfirmed or (Op.PAUSE in progress.asked and not progress.did(Op.RESUME)):
-        return Recovery.REPUBLISH
-    return None
+        yield Op.INSPECT, Observed.UPDATING
+    if Op.CONFIRM in progress.asked and not progress.did(Op.CONFIRM):
+        yield Op.CONFIRM, _seen(progress, Op.CONFIRM)
+    if Op.PAUSE in progress.asked and not progress.did(Op.RESUME):
+        yield Op.PAUSE, _seen(progress, Op.PAUSE)
+
+
+def _shown_after_begin(tx: Transaction, progress: Progress) -> Iterator[tuple[Op, Observed]]:
+    for op in (Op.READ, Op.PROBE):
+        if _seen(progress, op) is Observed.DIFFERS:
+            yield op, Observed.DIFFERS
+    if is_proved(tx, progress):
+        last = Op.PROBE if Op.PROBE in progress.asked else Op.READ
+        yield last, _seen(progress, last)
+        return
+    if progress.failure is not None:
+        yield progress.failure[0], progress.failure[1].observed
+    if Op.CLOSE in progress.answers:
+        yield Op.CLOSE, _seen(progress, Op.CLOSE)
+    if progress.did(Op.READ):
+        yield Op.READ, Observed.OTHER_LABEL
+
+
+def _seen(progress: Progress, op: Op) -> Observed:
+    answer = progress.answers.get(op)
+    return Observed.LOST if answer is None else answer.observed
 
 
 def fence(tx: Transaction, progress: Progress, verdict: Verdict) -> Fence | None:
     """The fence one worker has at the end; None = it may get traffic."""
+    if verdict.recovery is None:
+        return None
     reason = tx.error or "the publication did not commit"
     if progress.failure is not None:
         op, answer = progress.failure
         reason = f"{op}: {answer.observed}: {answer.detail}".rstrip(": ")
-    if tx.committed and progress.did(Op.PROBE):
-        return None
-    if tx.committed and progress.did(Op.RESUME):
-        strength = FenceStrength.PAUSED if progress.did(Op.SHUT) else FenceStrength.CLIENT
-        return Fence(strength=strength, reason=reason, recovery=Recovery.REPUBLISH)
-    if verdict.evidence is Evidence.DEAD:
-        return Fence(
-            strength=FenceStrength.DEAD, reason=reason, recovery=Recovery.RESTART_THEN_PUBLISH
-        )
-    if Op.BEGIN not in progress.asked:
-        recovery = verdict.recovery
-        if recovery is None:
-            return None
-        if progress.fence is not None and progress.fence.recovery is recovery:
-            return progress.fence
-        return Fence(strength=FenceStrength.CLIENT, reason=reason, recovery=recovery)
-    return Fence(
-        strength=FenceStrength.PAUSED,
-        reason=reason,
-        recovery=verdict.recovery or Recovery.REPUBLISH,
-    )
+    old = progress.fence
+    untouched = not _begun(progress) and not progress.dead
+    if old is not None and untouched and old.recovery is verdict.recovery:
+        return old
+    return Fence(strength=_strength(tx, progress), reason=reason, recovery=verdict.recovery)
+
+
+def _strength(tx: Transaction, progress: Progress) -> FenceStrength:
+    if progress.dead:
+        return FenceStrength.DEAD
+    resumed = tx.committed and progress.did(Op.RESUME) and not progress.did(Op.SHUT)
+    return FenceStrength.PAUSED if _begun(progress) and not resumed else FenceStrength.CLIENT

@@ -8,17 +8,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 import numpy as np
 
 from genapi.errors import ConfigError
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
-from genapi.types.worker import Evidence, Outcome, Recovery, VerifyLevel
+from genapi.publication.evidence import Answer, Observed, Op
+from genapi.types.worker import VerifyLevel
 
 __all__ = (
-    "DIFFERENT",
     "Checks",
     "Compared",
     "Found",
@@ -32,15 +30,6 @@ __all__ = (
 K = TypeVar("K", bound=Hashable)
 
 _SHOWN = 3
-
-DIFFERENT: Mapping[Op, Verdict] = MappingProxyType(
-    {
-        Op.READ: Verdict(Outcome.DIRTY, Evidence.OTHER_CHECKSUM, Recovery.REPUBLISH),
-        Op.PROBE: Verdict(Outcome.DIRTY, Evidence.OTHER_SCORES, Recovery.REPUBLISH),
-    }
-)
-"""What it proves that a worker whose label is right holds something else. Its session is closed,
-so that a whole publication mends it."""
 
 
 @dataclass(frozen=True, slots=True)

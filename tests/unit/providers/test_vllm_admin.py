@@ -10,7 +10,7 @@ from genapi import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Capabilities, WorkerFacts
 from genapi.providers.vllm.admin import CACHES, VLLMAdmin
 from genapi.providers.vllm.verdicts import PATTERNS, ROWS, VERDICTS, answer_of
-from genapi.publication.evidence import Answer, Observed, Op
+from genapi.publication.evidence import Answer, Observed, Op, Reached, Seen, verdicts_of
 from genapi.publication.plan import PausePlan
 from genapi.types.worker import Outcome, Recovery
 from genapi.wire.flow import Flow
@@ -269,24 +269,50 @@ def test_an_answer_of_something_in_between_is_no_answer(status: int) -> None:
 
 
 def test_only_restarting_helps_after_a_rejected_tensor() -> None:
-    verdict = VERDICTS[Op.UPDATE, Observed.REJECTED]
+    verdict = VERDICTS[Seen(Op.UPDATE, Observed.REJECTED, Reached.SENT)]
     assert (verdict.outcome, verdict.recovery) == (Outcome.DIRTY, Recovery.RESTART_THEN_PUBLISH)
 
 
 def test_closing_helps_after_a_lost_peer() -> None:
-    verdict = VERDICTS[Op.UPDATE, Observed.PEER_LOST]
+    verdict = VERDICTS[Seen(Op.UPDATE, Observed.PEER_LOST, Reached.SENT)]
     assert verdict.recovery is Recovery.CLOSE_THEN_REPUBLISH
 
 
-def test_nothing_but_an_unsent_begin_leaves_a_worker_untouched() -> None:
-    untouched = [(r.op, r.observed) for r in ROWS if r.verdict.outcome is Outcome.UNTOUCHED]
-    assert untouched == [(Op.BEGIN, Observed.NOT_SENT)]
+def test_a_worker_that_was_asked_to_begin_is_untouched_only_if_that_was_not_sent_or_undone() -> (
+    None
+):
+    untouched = {
+        (row.op, row.observed)
+        for row in ROWS
+        if row.verdict.outcome is Outcome.UNTOUCHED and Reached.NOT_BEGUN not in row.reached
+    }
+    assert untouched == {(Op.BEGIN, Observed.NOT_SENT), (Op.CLOSE, Observed.DONE)}
 
 
-def test_every_claim_names_its_source_and_is_made_once() -> None:
+def test_nothing_has_to_be_done_only_for_who_did_not_begin_or_was_probed() -> None:
+    ready = {(row.op, row.observed, row.reached) for row in ROWS if row.verdict.recovery is None}
+    assert ready == {
+        (None, None, (Reached.NOT_BEGUN,)),
+        (Op.PROBE, Observed.DONE, (Reached.HELD,)),
+    }
+
+
+def test_only_a_label_that_was_read_back_commits() -> None:
+    for row in ROWS:
+        committed = row.verdict.outcome is Outcome.COMMITTED
+        assert not committed or (row.op in (Op.READ, Op.PROBE) and row.reached == (Reached.HELD,))
+
+
+def test_every_claim_names_its_source() -> None:
     claims: Iterable[str] = [row.source for row in ROWS] + [pattern.source for pattern in PATTERNS]
     assert all(claim.startswith(("RUN", "READ", "RULE")) for claim in claims)
-    assert len(VERDICTS) == len(ROWS)
+
+
+def test_rows_that_contradict_each_other_or_leave_something_open_are_refused() -> None:
+    with pytest.raises(ValueError, match="two rows are about"):
+        verdicts_of([*ROWS, ROWS[3]])
+    with pytest.raises(ValueError, match="no row for whatever else is seen when held"):
+        verdicts_of(row for row in ROWS if (row.op, row.reached) != (None, (Reached.HELD,)))
 
 
 def facts(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from genapi.providers.vllm.verdicts import VERDICTS
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.table import Act, Phase
 from genapi.publication.transaction import (
     ActDone,
@@ -145,6 +145,61 @@ def test_a_close_that_fails_is_not_taken_for_one_that_closed() -> None:
     no = Answer(Observed.NO_SESSION)
     played = Played({(Op.CLOSE, A): no, (Op.READ, A): shown(OLD)}, fails=Act.SEND)
     assert played.verdict(A).outcome is Outcome.UNKNOWN
+
+
+def test_a_session_that_could_not_be_closed_for_a_bad_tensor_needs_a_restart() -> None:
+    bad = Answer(Observed.REJECTED, "weight_loader")
+    played = Played({(Op.CLOSE, A): bad, (Op.READ, A): shown(OLD)}, fails=Act.SEND)
+    assert played.verdict(A) == Verdict(
+        Outcome.DIRTY, Evidence.REJECTED, Recovery.RESTART_THEN_PUBLISH
+    )
+
+
+def test_a_worker_that_dies_after_it_was_resumed_is_fenced_as_dead() -> None:
+    played = Played({(Op.PROBE, A): DEAD})
+    barrier = played.fence(A)
+    assert barrier is not None
+    assert (barrier.strength, barrier.recovery) == (
+        FenceStrength.DEAD,
+        Recovery.RESTART_THEN_PUBLISH,
+    )
+    assert played.fence(B) is None
+
+
+def test_another_label_after_the_resume_is_told_from_no_answer() -> None:
+    other = Played({(Op.PROBE, A): Answer(Observed.OTHER_LABEL)})
+    assert other.verdict(A) == Verdict(Outcome.UNKNOWN, Evidence.OTHER_LABEL, Recovery.REPUBLISH)
+    silent = Played({(Op.PROBE, A): LOST})
+    assert silent.verdict(A) == Verdict(Outcome.UNKNOWN, Evidence.NO_ANSWER, Recovery.REPUBLISH)
+
+
+class Consulted(dict[Seen, Verdict]):
+    """Verdicts that remember which of them were given."""
+
+    def __init__(self, verdicts: Mapping[Seen, Verdict]) -> None:
+        super().__init__(verdicts)
+        self.given: set[Seen] = set()
+
+    def __getitem__(self, seen: Seen) -> Verdict:
+        self.given.add(seen)
+        return super().__getitem__(seen)
+
+
+def test_every_row_is_what_some_publication_comes_to() -> None:
+    """One answer to one operation, whatever it is; one more failure, or a cancellation."""
+    verdicts = Consulted(VERDICTS)
+    unread: Script = {(Op.READ, A): LOST}
+    for before in ({}, broken()):
+        for script in (
+            {**before, **after, (op, A): Answer(observed)}
+            for after in ({}, unread)
+            for op in Op
+            for observed in Observed
+        ):
+            for cancel_in in (None, Phase.CONFIRM, Phase.BEGIN, Phase.TRANSFER):
+                played = Played(script, cancel_in=cancel_in)
+                conclude(played.tx, played.tx.workers[A], verdicts)
+    assert verdicts.given == set(VERDICTS)
 
 
 def test_an_old_fence_outlives_a_publication_that_did_not_reach_its_worker() -> None:

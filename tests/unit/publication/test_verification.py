@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genapi import ConfigError
+from genapi.providers.vllm.verdicts import VERDICTS
 from genapi.publication.evidence import Answer, Observed, Op
 from genapi.publication.table import Phase
 from genapi.publication.transaction import (
@@ -156,7 +157,7 @@ def test_whoever_does_not_pass_the_probe_is_shut_and_nobody_else() -> None:
     tx = published({A: right, B: wrong, C: right}, PROBE)
     assert (tx.phase, tx.committed, tx.failed) == (Phase.DONE, True, True)
     assert [Op.SHUT in p.asked for p in tx.workers.values()] == [False, True, False]
-    verdicts = [conclude(tx, p, {}) for p in tx.workers.values()]
+    verdicts = [conclude(tx, p, VERDICTS) for p in tx.workers.values()]
     assert [v.outcome for v in verdicts] == [
         Outcome.COMMITTED,
         Outcome.DIRTY,
@@ -175,7 +176,7 @@ def test_whoever_holds_other_bytes_stops_the_publication_before_it_counts() -> N
     tx = published({A: right, B: right, C: wrong}, checks)
     assert (tx.phase, tx.committed) == (Phase.HELD, False)
     assert all(Op.RESUME not in p.asked for p in tx.workers.values())
-    outcomes = [conclude(tx, p, {}).outcome for p in tx.workers.values()]
+    outcomes = [conclude(tx, p, VERDICTS).outcome for p in tx.workers.values()]
     assert outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.DIRTY]
     levels = [found_of(LABEL, p.answers, checks).levels for p in tx.workers.values()]
     assert levels == [("label", "checksum"), ("label", "checksum"), ("label",)]

@@ -19,7 +19,7 @@ from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import WorkerFacts
 from genapi.providers.vllm.errors import NOT_FOUND
 from genapi.providers.vllm.verdicts import VERDICTS, answer_of
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
 from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
@@ -75,7 +75,7 @@ def _clears(plan: PausePlan) -> bool:
 class VLLMAdmin:
     """The operations of one worker as flows; see `providers.base.Admin`."""
 
-    verdicts: Mapping[tuple[Op, Observed], Verdict] = VERDICTS
+    verdicts: Mapping[Seen, Verdict] = VERDICTS
     finish_sets_label = True
     marks = True  # RUN recovery.md: set while paused it aborts nothing and leaves no span
 

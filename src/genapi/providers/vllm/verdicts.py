@@ -1,14 +1,12 @@
 """What vLLM's answers prove about a worker's weights, and what heals it.
 
 The rule of this file: a row is a claim about one engine version. RUN was seen on vLLM 0.32.0
-over gloo (`contracts/recovery.md`, transcripts by number); READ is in its source only; RULE
-follows from design section 6 whatever the engine does.
+over gloo (`tests/engines/test_rows.py`; numbers name transcripts); READ is in its source only;
+RULE holds whatever the engine does.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 
 from genapi.errors import ReplyError
 from genapi.providers.vllm.errors import (
@@ -19,33 +17,26 @@ from genapi.providers.vllm.errors import (
     UNAUTHORIZED,
     error_text,
 )
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import (
+    Answer,
+    Observed,
+    Op,
+    Pattern,
+    Reached,
+    Row,
+    Seen,
+    Verdict,
+    verdicts_of,
+)
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.http import HTTPReply
 
-__all__ = ("PATTERNS", "ROWS", "VERDICTS", "Pattern", "Row", "answer_of")
+__all__ = ("PATTERNS", "ROWS", "VERDICTS", "answer_of")
 
 _GATEWAY_TIMEOUT = 504
 _BAD_REQUEST = 400
 _FAILED = ("error", "failed")  # vLLM itself says "paused" and "resumed"
 _WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """What a text in an error answer to one of `ops` shows; the first that fits counts.
-
-    Attributes:
-        text: a regular expression.
-        observed: what it shows.
-        source: where this was seen.
-        ops: the operations it counts for; empty = all.
-    """
-
-    text: str
-    observed: Observed
-    source: str
-    ops: tuple[Op, ...] = ()
 
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -74,7 +65,7 @@ PATTERNS: tuple[Pattern, ...] = (
         r"[Cc]onnection (closed|reset) by peer|Broken pipe|gloo/transport|"
         r"client socket has timed out|[Tt]imed out|NCCL error",
         Observed.PEER_LOST,
-        "RUN 42, recovery.md; NCCL: READ",
+        "RUN 42; NCCL: READ",
         (Op.JOIN, Op.UPDATE),
     ),
     Pattern(r"\d+ validation error", Observed.REFUSED, "RUN 42"),
@@ -106,74 +97,114 @@ def answer_of(op: Op, reply: HTTPReply) -> Answer:
     return Answer(Observed.REJECTED, detail)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one observation proves.
-
-    Attributes:
-        op: what was asked.
-        observed: what came back, and was the first that went wrong.
-        verdict: where the worker's weights are and what heals them.
-        source: where this was seen.
-    """
-
-    op: Op
-    observed: Observed
-    verdict: Verdict
-    source: str
-
-
 def _row(  # noqa: PLR0917 - one column each
-    op: Op,
-    observed: Observed,
+    op: Op | None,
+    observed: Observed | None,
+    reached: Reached | tuple[Reached, ...],
     outcome: Outcome,
     evidence: Evidence,
-    recovery: Recovery,
+    recovery: Recovery | None,
     source: str,
 ) -> Row:
-    return Row(op, observed, Verdict(outcome, evidence, recovery), source)
+    places = (reached,) if isinstance(reached, Reached) else reached
+    return Row(op, observed, places, Verdict(outcome, evidence, recovery), source)
 
 
+_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
+_SENT, _HELD = Reached.SENT, Reached.HELD
+_OPEN = (_EMPTY, _SENT)
+_COMMITTED, _UNTOUCHED = Outcome.COMMITTED, Outcome.UNTOUCHED
+_DIRTY, _UNKNOWN = Outcome.DIRTY, Outcome.UNKNOWN
+_REPUBLISH = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
-_DIRTY, _UNKNOWN = Outcome.DIRTY, Outcome.UNKNOWN
 
 ROWS: tuple[Row, ...] = (
     _row(
+        None,
+        None,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        None,
+        "RULE: what was not asked to begin holds what it held",
+    ),
+    _row(
+        Op.PAUSE,
+        None,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _REPUBLISH,
+        "RULE: it may be paused, and only a publication resumes it",
+    ),
+    _row(
+        Op.CONFIRM,
+        None,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _REPUBLISH,
+        "RULE: nobody knows whether it stands still, whatever it answers a resume",
+    ),
+    _row(
+        Op.INSPECT,
+        Observed.UPDATING,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _CLOSE,
+        "RULE: it is as whoever marked it left it, perhaps in the middle of a session",
+    ),
+    _row(
         Op.HEAL,
         Observed.REJECTED,
+        _BEFORE,
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
         "RUN 49b: after a rejected tensor the empty finish replays it",
     ),
     _row(
+        None,
+        Observed.DEAD,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN 90: the process is gone, or ends within a second",
+    ),
+    _row(
         Op.BEGIN,
         Observed.NOT_SENT,
-        Outcome.UNTOUCHED,
+        _EMPTY,
+        _UNTOUCHED,
         Evidence.NOT_BEGUN,
-        Recovery.REPUBLISH,
+        _REPUBLISH,
         "RULE: a call that was not sent began nothing",
     ),
     _row(
         Op.BEGIN,
         Observed.REFUSED,
+        _EMPTY,
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
-        "RUN 50: the text shows no session; RULE: untouched needs more than a text",
+        "RULE: untouched needs more than a text that names no session",
     ),
     _row(
         Op.BEGIN,
         Observed.SESSION_OPEN,
+        _EMPTY,
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
-        "RUN 42, recovery.md: an empty finish, then a full publication, heals",
+        "RUN 42: an empty finish, then a full publication, heals",
     ),
     _row(
         Op.BEGIN,
         Observed.REJECTED,
+        _EMPTY,
         _UNKNOWN,
         Evidence.REJECTED,
         _RESTART,
@@ -182,14 +213,16 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.BEGIN,
         Observed.LOST,
+        _EMPTY,
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
-        "RUN recovery.md: publisher gone after start, no bytes moved",
+        "RUN: an empty finish closes what was begun, if it was",
     ),
     _row(
         Op.UPDATE,
         Observed.REFUSED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _CLOSE,
@@ -199,6 +232,7 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.UPDATE,
         Observed.REJECTED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
@@ -207,14 +241,16 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.UPDATE,
         Observed.PEER_LOST,
+        _SENT,
         _DIRTY,
         Evidence.PEER_LOST,
         _CLOSE,
-        "RUN recovery.md: start, EMPTY finish, start, full update, finish, 3 of 3",
+        "RUN over gloo: start, EMPTY finish, start, full update, finish, 3 of 3",
     ),
     _row(
         Op.UPDATE,
         Observed.NO_SESSION,
+        _SENT,
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
@@ -223,6 +259,7 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.UPDATE,
         Observed.NOT_SENT,
+        _SENT,
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
@@ -231,15 +268,17 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.UPDATE,
         Observed.LOST,
+        _SENT,
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
-        "RUN recovery.md over gloo; an NCCL receiver stays in its broadcast, and healing it "
-        "then ends in a restart",
+        "RUN over gloo; an NCCL receiver stays in its broadcast, and healing it then ends in a "
+        "restart",
     ),
     _row(
         Op.FINISH,
         Observed.REFUSED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _CLOSE,
@@ -248,14 +287,16 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.FINISH,
         Observed.REJECTED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
-        "RUN recovery.md: finish replays a bad tensor",
+        "RUN: finish loads what was buffered, and meets a bad tensor",
     ),
     _row(
         Op.FINISH,
         Observed.NO_SESSION,
+        _SENT,
         _UNKNOWN,
         Evidence.REJECTED,
         _RESTART,
@@ -264,36 +305,122 @@ ROWS: tuple[Row, ...] = (
     _row(
         Op.FINISH,
         Observed.NOT_SENT,
+        _SENT,
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
         "RULE: the session is open still",
     ),
     _row(
-        Op.FINISH,
-        Observed.LOST,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RUN recovery.md: only the label read back decides",
+        Op.CLOSE,
+        Observed.DONE,
+        _EMPTY,
+        _UNTOUCHED,
+        Evidence.SESSION_CLOSED_EMPTY,
+        _REPUBLISH,
+        "RUN 42: an empty session changes nothing",
+    ),
+    _row(
+        Op.CLOSE,
+        Observed.DONE,
+        _SENT,
+        _DIRTY,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: what had come is loaded when the session closes, and a full session follows",
+    ),
+    _row(
+        Op.CLOSE,
+        Observed.REJECTED,
+        _OPEN,
+        _DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: as when healing; closing loads what was buffered, and meets a bad tensor",
     ),
     _row(
         Op.READ,
-        Observed.REFUSED,
+        Observed.OTHER_LABEL,
+        _OPEN,
         _UNKNOWN,
         Evidence.OTHER_LABEL,
         _CLOSE,
-        "RUN recovery.md: any other label after BEGIN proves nothing",
+        "RUN: FINISH may not have arrived, or not have ended; any label but the attempt's own "
+        "proves nothing",
     ),
     _row(
-        Op.READ, Observed.LOST, _UNKNOWN, Evidence.NO_ANSWER, _CLOSE, "RULE: nothing was read back"
+        None,
+        None,
+        _OPEN,
+        _UNKNOWN,
+        Evidence.NO_ANSWER,
+        _CLOSE,
+        "RULE: nothing was read back",
     ),
-    *(
-        _row(op, Observed.DEAD, _UNKNOWN, Evidence.DEAD, _RESTART, "RUN 47, 90")
-        for op in (Op.BEGIN, Op.UPDATE, Op.FINISH, Op.READ)
+    _row(
+        Op.READ,
+        None,
+        _HELD,
+        _COMMITTED,
+        Evidence.OWN_LABEL,
+        _REPUBLISH,
+        "RUN: FINISH sets the label after every rank has closed, whatever became of its reply; "
+        "paused until it serves with the others",
+    ),
+    _row(
+        Op.PROBE,
+        Observed.DONE,
+        _HELD,
+        _COMMITTED,
+        Evidence.OWN_LABEL,
+        None,
+        "RUN: it serves exactly the new weights",
+    ),
+    _row(
+        Op.PROBE,
+        Observed.OTHER_LABEL,
+        _HELD,
+        _UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: somebody labelled it, or another process came up at its address",
+    ),
+    _row(
+        None,
+        None,
+        _HELD,
+        _UNKNOWN,
+        Evidence.NO_ANSWER,
+        _REPUBLISH,
+        "RULE: its session is closed, and what it serves was not read",
+    ),
+    _row(
+        Op.READ,
+        Observed.DIFFERS,
+        _SENT,
+        _DIRTY,
+        Evidence.OTHER_CHECKSUM,
+        _REPUBLISH,
+        "RUN: its session is closed, and a full session makes its bytes right",
+    ),
+    _row(
+        Op.PROBE,
+        Observed.DIFFERS,
+        _HELD,
+        _DIRTY,
+        Evidence.OTHER_SCORES,
+        _REPUBLISH,
+        "RUN: its session is closed, and a full session makes its scores right",
+    ),
+    _row(
+        None,
+        Observed.DEAD,
+        _OPEN,
+        _UNKNOWN,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN 47, 90: a killed process, or a token generated while a session was open",
     ),
 )
 
-VERDICTS: Mapping[tuple[Op, Observed], Verdict] = MappingProxyType(
-    {(row.op, row.observed): row.verdict for row in ROWS}
-)
+VERDICTS: Mapping[Seen, Verdict] = verdicts_of(ROWS)
