@@ -231,9 +231,9 @@ def _in_session(truth: Truth, call: Call) -> tuple[Truth, Answer]:
             spoilt = replace(truth, content=(GARBAGE,) * BUCKETS, poisoned=True, in_session=False)
             return spoilt, Answer(Observed.REJECTED)
         return replace(truth, content=tuple(content)), done
-    closed = replace(truth, in_session=False, torn=False)
     if truth.poisoned:
-        return closed, Answer(Observed.REJECTED)
+        return replace(truth, in_session=True), Answer(Observed.REJECTED)
+    closed = replace(truth, in_session=False, torn=False)
     if call.op is Op.FINISH and call.finish_sets_label:
         closed = replace(closed, label=call.label)
     return closed, done

@@ -137,13 +137,16 @@ class WeightSession:
             raise WorkerError(str(error)) from error
 
     def finish(self) -> None:
-        """Close the session; parameters that were not received keep their old values."""
+        """Close the session; parameters that were not received keep their old values.
+
+        A rejected tensor is replayed: then the session stays open.
+        """
         self._require_backend()
         if not self._open:
             raise WorkerError("finish_weight_update called without a matching start_weight_update.")
-        self._open = False
         if self._poison is not None:
-            raise WorkerError(self._poison)
+            raise WorkerError(self._poison)  # and the session stays open
+        self._open = False
         self._engine.install({**self._engine.weights, **self._loaded})
         self._loaded = {}
         self._stale = frozenset()

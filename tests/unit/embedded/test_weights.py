@@ -218,6 +218,7 @@ async def test_a_rejected_tensor_needs_a_restart(bad: str, then: str) -> None:
             )
         if then == "close":
             await fails(client, "/finish_weight_update", text)
+            await fails(client, "/start_weight_update", "already active")
         await dies(client)
         client.worker.restart()
         assert await client.get("/weight_info") == (200, {"weight_version": "default"})

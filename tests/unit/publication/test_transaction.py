@@ -240,11 +240,14 @@ def test_a_worker_that_cannot_be_healed_has_to_be_restarted() -> None:
 
 def test_a_worker_whose_healing_was_not_answered_is_healed_the_next_time() -> None:
     played = Played({**broken(), (Op.HEAL, A): LOST})
-    for worker in (A, B):
-        assert played.verdict(worker) == Verdict(
-            Outcome.UNTOUCHED, Evidence.NOT_BEGUN, Recovery.CLOSE_THEN_REPUBLISH
-        )
-        assert played.fence(worker) is not None
+    assert played.verdict(A) == Verdict(
+        Outcome.UNKNOWN, Evidence.NO_ANSWER, Recovery.CLOSE_THEN_REPUBLISH
+    )
+    assert played.verdict(B) == Verdict(
+        Outcome.UNTOUCHED, Evidence.NOT_BEGUN, Recovery.CLOSE_THEN_REPUBLISH
+    )
+    assert played.fence(A) is not None
+    assert played.fence(B) is not None
 
 
 def test_a_lost_reply_to_an_update_goes_on_only_if_the_sender_knows_that_it_was_taken() -> None:

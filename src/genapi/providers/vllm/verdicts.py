@@ -166,6 +166,15 @@ ROWS: tuple[Row, ...] = (
         "RUN 49b: after a rejected tensor the empty finish replays it",
     ),
     _row(
+        Op.HEAL,
+        None,
+        _BEFORE,
+        _UNKNOWN,
+        Evidence.NO_ANSWER,
+        _CLOSE,
+        "RULE: healing opens a session, which may be open still",
+    ),
+    _row(
         None,
         Observed.DEAD,
         _BEFORE,
@@ -291,7 +300,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
-        "RUN: finish loads what was buffered, and meets a bad tensor",
+        "RUN: finish replays a tensor that was rejected earlier, and leaves its session open",
     ),
     _row(
         Op.FINISH,
@@ -300,7 +309,8 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.REJECTED,
         _RESTART,
-        "RUN 42, 49: an update whose answer was lost had failed, for a cause nobody knows",
+        "RUN 42: somebody closed the session, which an empty one and a full one heal; or an update "
+        "had failed unheard, which they may not",
     ),
     _row(
         Op.FINISH,
@@ -336,7 +346,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
-        "RUN: as when healing; closing loads what was buffered, and meets a bad tensor",
+        "RUN: as FINISH; it replays a tensor that was rejected earlier",
     ),
     _row(
         Op.READ,
