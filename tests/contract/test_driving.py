@@ -314,18 +314,40 @@ async def test_the_cause_of_a_failure_is_kept_as_the_errors_cause() -> None:
         assert "the shard is gone" in str(caught.value.__cause__)
 
 
-async def test_a_worker_that_fails_ends_the_sending_and_so_frees_the_others() -> None:
+@pytest.mark.case("WUP-09")
+async def test_a_worker_that_fails_ends_a_sender_that_blocks_and_is_named_at_once() -> None:
     async with stand(timeouts=SLOW) as s:
 
-        async def hang(sender: RecordedSender) -> None:
+        async def block(sender: RecordedSender) -> None:
             await sender.abandoned.wait()
             raise genapi.TransportError("abandoned", phase="may_have_run")
 
-        s.transport.on_send = hang
-        s.fail(1, "/update_weights", "error")
-        report = await failed(s, 1)
-        assert report.receipts[1].error is not None
+        s.transport.on_send = block
+        s.fail(1, "/update_weights", "error", body='{"error":{"message":"out of memory"}}')
+        with anyio.fail_after(2):
+            report = await failed(s, 1)
+        assert "memory://1" in (report.error or "")
+        assert "out of memory" in (report.error or "")
+        assert "out of memory" in (report.receipts[1].error or "")
         assert "abandon" in s.transport.senders[0].events
+
+
+@pytest.mark.case("WUP-09")
+async def test_a_sender_that_blocks_for_ever_is_given_up_and_the_worker_that_failed_is_named() -> (
+    None
+):
+    limits = replace_timeouts(SLOW, transfer_s=0.2)
+    async with stand(timeouts=limits) as s:
+
+        async def block(_: RecordedSender) -> None:
+            await anyio.sleep_forever()
+
+        s.transport.on_send = block
+        s.fail(1, "/update_weights", "error", body='{"error":{"message":"out of memory"}}')
+        with anyio.fail_after(2):
+            report = await failed(s, 1)
+        assert "out of memory" in (report.error or "")
+        assert [r.fence is not None for r in report.receipts] == [True, True]
 
 
 async def test_a_cancellation_ends_the_gathering_and_closes_its_source() -> None:

@@ -1,6 +1,7 @@
 """Publications over embedded vLLM servers: the good path, and every way it may fail."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import anyio
@@ -13,6 +14,7 @@ import genapi
 from genapi import FinishReason, PolicyVersion, WeightPublisher
 from genapi.embedded import Call
 from genapi.events import AdminCalled, Event, PhaseStarted
+from genapi.transports.memory import MemoryTransport
 from genapi.types.worker import Evidence, FenceStrength, Outcome, PublishReport, Recovery
 from tests.contract.embedded import QUICK, Rig, greedy, request, rig, weights
 
@@ -217,6 +219,7 @@ async def test_a_worker_that_dies_after_begin_leaves_nobody_resumed(action: str,
         await nobody_was_resumed(r)
 
 
+@pytest.mark.case("DISC-12")
 async def test_a_worker_that_died_before_the_publication_stops_it_before_any_pause() -> None:
     async with rig(2) as r, publisher(r) as p:
         await p.adopt(0)
@@ -244,6 +247,19 @@ async def test_a_lost_reply_to_finish_is_decided_by_the_label() -> None:
         report = await p.publish(1, source(1))
         assert outcomes(report) == [Outcome.COMMITTED] * 2
         assert (await r.fleet.generate(request())).output.token_ids == greedy(1, [1, 2, 3], 8)
+
+
+async def test_lost_replies_to_the_update_and_to_finish_are_decided_by_the_label() -> None:
+    async with rig(2) as r, publisher(r) as p:
+        await p.adopt(0)
+        r.fail(1, "/update_weights", "lose_reply")
+        r.fail(1, "/finish_weight_update", "lose_reply")
+        report = await p.publish(1, source(1))
+        assert outcomes(report) == [Outcome.COMMITTED] * 2
+        assert [x.evidence for x in report.receipts] == [Evidence.OWN_LABEL] * 2
+        for session in ("a", "b", "c", "d"):
+            reply = await r.fleet.generate(request(session=session))
+            assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
 
 
 async def test_an_update_that_was_never_taken_is_not_committed() -> None:
@@ -313,14 +329,26 @@ async def test_an_error_inside_a_200_is_the_error_of_that_worker_and_it_gets_no_
 
 
 @pytest.mark.case("WUP-03")
-async def test_an_error_on_one_worker_resumes_nobody_and_names_that_worker_only() -> None:
-    async with rig(2) as r, publisher(r) as p:
+async def test_an_error_on_one_of_three_workers_resumes_nobody_and_is_no_error_of_the_others() -> (
+    None
+):
+    async with rig(3) as r, publisher(r) as p:
         await p.adopt(0)
         r.fail(1, "/update_weights", "error", status=400, body='{"success":false,"message":"x"}')
-        report = await failed(p, 1)
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        report = caught.value.report
+        assert isinstance(report, PublishReport)
         assert "memory://1" in (report.error or "")
-        assert report.receipts[1].error is not None
-        await nobody_was_resumed(r)
+        assert [x.error is None for x in report.receipts] == [True, False, True]
+        assert "x" in (report.receipts[1].error or "")
+        assert all(x.fence is not None for x in report.receipts)
+        calls = Counter(e.operation for e in r.events if isinstance(e, AdminCalled))
+        assert (calls["pause"], calls["update"], calls["resume"]) == (3, 3, 0)
+        assert r.fleet.membership.committed == PolicyVersion(run=report.version.run, step=0)
+        assert not any(label == report.version.label for label in r.labels)
+        with pytest.raises(genapi.FleetError):
+            await r.fleet.generate(request(timeout_s=0.2))
 
 
 @pytest.mark.case("WUP-05")
@@ -385,6 +413,21 @@ async def test_a_worker_with_a_write_ahead_label_is_not_adopted() -> None:
         await r.fleet.snapshot()
         with pytest.raises(genapi.FleetError, match="middle of an update"):
             await p.adopt(0)
+
+
+async def test_a_paused_worker_with_an_old_label_is_not_adopted() -> None:
+    """So is one whose publisher was killed in the middle of a transfer, label and health alike."""
+    async with rig(1) as r, publisher(r) as p:
+        await p.adopt(3)
+        before = r.labels
+        await r.cluster.handle(0, Call("POST", "/pause", {"mode": "keep"}))
+        async with genapi.connect("embedded://", transport=MemoryTransport(r.cluster)) as other:
+            await other.wait_ready(timeout_s=5)
+            for step in (3, 4):
+                with pytest.raises(genapi.FleetError, match="is paused"):
+                    await publisher(Rig(other, r.cluster)).adopt(step)
+        assert r.labels == before
+        assert [w.paused for w in (await r.fleet.snapshot()).workers] == [True]
 
 
 async def test_a_cancelled_pause_is_awaited_and_resumed() -> None:

@@ -9,8 +9,8 @@ import pydantic
 import pytest
 
 import genapi
-from genapi import FinishReason, GenerateRequest, RetryPolicy, SamplingParams
-from genapi.embedded import Cluster, Fault
+from genapi import FinishReason, GenerateRequest, Outcome, RetryPolicy, SamplingParams
+from genapi.embedded import Cluster, Fault, RealClock
 from genapi.errors import GenAPIWarning
 from genapi.events import RequestEnded, RequestRetried
 from genapi.transports.memory import MemoryTransport
@@ -111,6 +111,7 @@ async def test_two_requests_under_one_label_have_ids_of_their_own_on_the_wire() 
         assert len({reply.attempts[0].wire_id for reply in replies}) == 2
 
 
+@pytest.mark.case("DISC-12")
 async def test_a_dead_worker_is_left_out_and_the_request_goes_to_another() -> None:
     async with rig(2, options={"retry": SOON}) as r:
         r.cluster.workers[0].kill()
@@ -200,6 +201,27 @@ async def test_an_aborted_request_that_is_never_told_ends_within_its_own_bound()
                 with anyio.fail_after(5):
                     report = await publisher.publish(1, genapi.weights.from_tensors(weights(1)))
         assert report.committed
+
+
+@pytest.mark.case("ABORT-05")
+async def test_a_drain_that_does_not_end_is_given_up_within_its_own_bound_and_named() -> None:
+    cluster = Cluster.from_query({"step_s": "0.002"}, clock=RealClock())
+    transport = MemoryTransport(cluster)
+    async with genapi.connect("embedded://", transport=transport) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        async with fleet.stream(request(tokens=4000)) as events:
+            await anext(events)
+            limits = QUICK.model_copy(update={"pause_s": 0.1})
+            async with genapi.WeightPublisher(
+                fleet, transport=genapi.weights.Memory(), mode="drain", timeouts=limits
+            ) as publisher:
+                with anyio.fail_after(5), pytest.raises(genapi.PublishError) as caught:
+                    await publisher.publish(1, genapi.weights.from_tensors(weights(1)))
+            assert cluster.workers[0].engine.num_running == 1
+        (receipt,) = caught.value.report.receipts
+        assert receipt.outcome is Outcome.UNTOUCHED
+        assert "pause" in (receipt.error or "")
+        assert receipt.fence is not None
 
 
 @pytest.mark.case("DISC-07")

@@ -206,6 +206,7 @@ async def test_a_join_ends_at_its_limit_when_workers_stay_away() -> None:
     await sender.aclose()
 
 
+@pytest.mark.case("WUP-09")
 async def test_abandoning_ends_a_send_at_once_on_both_sides(peers: list[Peer]) -> None:
     sender = await joined(peers, Gloo(timeout_s=LIMIT_S))
     started = time.monotonic()
