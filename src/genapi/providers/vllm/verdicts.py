@@ -337,7 +337,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.OTHER_LABEL,
         _REPUBLISH,
-        "RUN: what had come is loaded when the session closes, and a full session follows",
+        "RUN: what had come is loaded when the session closes; a straight republication heals",
     ),
     _row(
         Op.CLOSE,
