@@ -160,6 +160,9 @@ def parse(body: bytes, *, top: bool) -> tuple[Body, dict[str, Any], list[dict[st
         typed = (_open_top if top else _open).decode(body)
     except msgspec.ValidationError as error:
         raise ReplyError(f"the reply breaks its contract: {error}") from None
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        # What the closed decoder stumbled over came before what is no JSON.
+        raise ReplyError(f"the reply is not JSON: {error}") from None
     try:
         fields = _fields.decode(body)
         choices = _list_of_fields.decode(fields["choices"]) if typed.choices else []
