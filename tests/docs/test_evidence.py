@@ -1,20 +1,35 @@
-"""The page about vLLM's evidence shows the rows that the code concludes from."""
+"""The pages about an engine's evidence show the rows that the code concludes from."""
 
 import pathlib
+from collections.abc import Sequence
 
-from genapi.providers.vllm.verdicts import PATTERNS, ROWS
-from genapi.publication.evidence import markdown
+import pytest
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "vllm-evidence.md"
+from genapi.providers.sglang import verdicts as sglang
+from genapi.providers.vllm import verdicts as vllm
+from genapi.publication.evidence import Pattern, Row, markdown
+
+PAGES = pathlib.Path(__file__).parents[2] / "docs" / "reference"
+
+engines = pytest.mark.parametrize(
+    ("name", "rows", "patterns"),
+    [("vllm", vllm.ROWS, vllm.PATTERNS), ("sglang", sglang.ROWS, sglang.PATTERNS)],
+)
 
 
-def test_the_tables_of_the_page_are_drawn_from_the_rows_and_patterns() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    for table in markdown(ROWS, PATTERNS):
+@engines
+def test_the_tables_of_the_page_are_drawn_from_the_rows_and_patterns(
+    name: str, rows: Sequence[Row], patterns: Sequence[Pattern]
+) -> None:
+    page = (PAGES / f"{name}-evidence.md").read_text(encoding="utf-8")
+    for table in markdown(rows, patterns):
         assert f"\n\n{table}\n\n" in page
 
 
-def test_every_row_and_every_pattern_is_a_line_of_its_own() -> None:
-    evidence, patterns = markdown(ROWS, PATTERNS)
-    assert len(evidence.splitlines()) == len(ROWS) + 2
-    assert len(patterns.splitlines()) == len(PATTERNS) + 2
+@engines
+def test_every_row_and_every_pattern_is_a_line_of_its_own(
+    name: str, rows: Sequence[Row], patterns: Sequence[Pattern]
+) -> None:
+    evidence, lines = markdown(rows, patterns)
+    assert len(evidence.splitlines()) == len(rows) + 2, name
+    assert len(lines.splitlines()) == len(patterns) + 2, name

@@ -159,6 +159,20 @@ class Row:
     source: str
 
 
+def row(  # noqa: PLR0917 - one column each
+    op: Op | None,
+    observed: Observed | None,
+    reached: Reached | tuple[Reached, ...],
+    outcome: Outcome,
+    evidence: Evidence,
+    recovery: Recovery | None,
+    source: str,
+) -> Row:
+    """A row, written as a line of a table."""
+    places = (reached,) if isinstance(reached, Reached) else reached
+    return Row(op, observed, places, Verdict(outcome, evidence, recovery), source)
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """What a text in an error answer to one of `ops` shows; the first that fits counts.

@@ -428,6 +428,8 @@ def _shown_before_begin(progress: Progress) -> Iterator[tuple[Op, Observed]]:
         return
     if progress.broken:
         yield Op.INSPECT, Observed.UPDATING
+    if _seen(progress, Op.INSPECT) is Observed.NOT_SENT:
+        yield Op.INSPECT, Observed.NOT_SENT
     if Op.CONFIRM in progress.asked and not progress.did(Op.CONFIRM):
         yield Op.CONFIRM, _seen(progress, Op.CONFIRM)
     if Op.PAUSE in progress.asked and not progress.did(Op.RESUME):

@@ -248,7 +248,7 @@ def test_a_transfer_whose_other_end_went_away_is_a_lost_peer(text: str) -> None:
     [
         lambda: ADMIN.pause(PausePlan()),
         lambda: ADMIN.resume(PausePlan(in_flight_kv="stale")),
-        lambda: ADMIN.join({"world_size": 2}, rank_offset=1),
+        lambda: ADMIN.join({"world_size": 2}, rank_offset=1, backend="genapi_gloo"),
         lambda: ADMIN.update({"names": []}, attachment=None),
     ],
     ids=["pause", "resume", "init", "update"],

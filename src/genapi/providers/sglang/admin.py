@@ -33,7 +33,7 @@ from genapi.providers.sglang.errors import (
     error_text,
 )
 from genapi.providers.sglang.verdicts import VERDICTS, answer_of
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
 from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
@@ -123,7 +123,7 @@ def _caches(plan: PausePlan) -> Caches:
 class SGLangAdmin:
     """The operations of one worker as flows; see `providers.base.Admin`."""
 
-    verdicts: Mapping[tuple[Op, Observed], Verdict] = VERDICTS
+    verdicts: Mapping[Seen, Verdict] = VERDICTS
     finish_sets_label = False
     marks = True  # RUN recovery.md, both pauses: aborts nothing, leaves no span
 

@@ -9,8 +9,6 @@ An update that failed leaves its session open, so every way back from one begins
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 
 from genapi.errors import ReplyError
 from genapi.providers.sglang.errors import (
@@ -23,32 +21,27 @@ from genapi.providers.sglang.errors import (
     error_text,
     key_hint,
 )
-from genapi.publication.evidence import Answer, Observed, Op, Verdict
+from genapi.publication.evidence import (
+    Answer,
+    Observed,
+    Op,
+    Pattern,
+    Reached,
+    Row,
+    Seen,
+    Verdict,
+    row,
+    verdicts_of,
+)
+from genapi.publication.rules import RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.http import HTTPReply
 
-__all__ = ("PATTERNS", "ROWS", "VERDICTS", "Pattern", "Row", "answer_of")
+__all__ = ("PATTERNS", "ROWS", "VERDICTS", "answer_of")
 
 _GATEWAY_TIMEOUT = 504
 _TOUCHES = (Op.HEAL, Op.BEGIN, Op.UPDATE, Op.FINISH, Op.CLOSE)
 """A refusal of these that nobody knows may have left the weights half-written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """What a text in an error answer to one of `ops` shows; the first that fits counts.
-
-    Attributes:
-        text: a regular expression.
-        observed: what it shows.
-        source: where this was seen.
-        ops: the operations it counts for; empty = all.
-    """
-
-    text: str
-    observed: Observed
-    source: str
-    ops: tuple[Op, ...] = ()
 
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -103,213 +96,227 @@ def answer_of(op: Op, reply: HTTPReply) -> Answer:
     return Answer(Observed.REJECTED, detail)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one observation proves.
-
-    Attributes:
-        op: what was asked.
-        observed: what came back, and was the first that went wrong.
-        verdict: where the worker's weights are and what heals them.
-        source: where this was seen.
-    """
-
-    op: Op
-    observed: Observed
-    verdict: Verdict
-    source: str
-
-
-def _row(  # noqa: PLR0917 - one column each
-    op: Op,
-    observed: Observed,
-    outcome: Outcome,
-    evidence: Evidence,
-    recovery: Recovery,
-    source: str,
-) -> Row:
-    return Row(op, observed, Verdict(outcome, evidence, recovery), source)
-
-
+_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
+_SENT, _HELD = Reached.SENT, Reached.HELD
+_OPEN = (_EMPTY, _SENT)
 _AGAIN = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
+_COMMITTED, _UNTOUCHED = Outcome.COMMITTED, Outcome.UNTOUCHED
 _DIRTY, _UNKNOWN = Outcome.DIRTY, Outcome.UNKNOWN
 
 ROWS: tuple[Row, ...] = (
-    _row(
+    *RULES,
+    row(
         Op.HEAL,
         Observed.REJECTED,
+        _BEFORE,
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
         "READ weight_updater.py: finishing the weights failed half-way",
     ),
-    _row(
-        Op.BEGIN,
-        Observed.NOT_SENT,
-        Outcome.UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _AGAIN,
-        "RULE: a call that was not sent began nothing",
+    row(
+        None,
+        Observed.DEAD,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: a scheduler that dies takes the whole server with it",
     ),
-    _row(
-        Op.BEGIN,
-        Observed.REFUSED,
-        _UNKNOWN,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RULE: untouched needs more than a text",
-    ),
-    _row(
+    row(
         Op.BEGIN,
         Observed.SESSION_OPEN,
+        _EMPTY,
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
         "RUN 04b: end closes it; that a full publication then heals is READ",
     ),
-    _row(
+    row(
         Op.BEGIN,
         Observed.REJECTED,
+        _EMPTY,
         _UNKNOWN,
         Evidence.REJECTED,
         _RESTART,
         "READ weight_updater.py: restoring packed weights failed half-way",
     ),
-    _row(
+    row(
         Op.BEGIN,
         Observed.LOST,
+        _EMPTY,
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
         "READ weight_updater.py: an open session is closed by end",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.REFUSED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _CLOSE,
         "RUN 11: nothing of this bucket was received; earlier buckets are loaded",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.REJECTED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _CLOSE,
         "RUN 16: partially updated, to be discarded; that a full session heals it is READ",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.PEER_LOST,
+        _SENT,
         _DIRTY,
         Evidence.PEER_LOST,
         _CLOSE,
         "RUN 19: weights of this bucket untouched, the server fine after end; earlier buckets "
         "are loaded",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.NO_SESSION,
+        _SENT,
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
         "RUN 02: somebody else closed the session, and nothing was received",
     ),
-    _row(
-        Op.UPDATE,
-        Observed.NOT_SENT,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: earlier buckets may have arrived",
-    ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.LOST,
+        _SENT,
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
         "READ: over gloo the receiver fails when the sender leaves; an NCCL receiver stays in its "
         "broadcast, and healing it then ends in a restart",
     ),
-    _row(
+    row(
         Op.FINISH,
         Observed.REFUSED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _CLOSE,
         "RULE: the session is open still",
     ),
-    _row(
+    row(
         Op.FINISH,
         Observed.REJECTED,
+        _SENT,
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
         "READ weight_updater.py: finishing the weights failed half-way",
     ),
-    _row(
+    row(
         Op.FINISH,
         Observed.NO_SESSION,
+        _SENT,
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
         "RUN 10: somebody else closed the session",
     ),
-    _row(
-        Op.FINISH,
-        Observed.NOT_SENT,
+    row(
+        Op.LABEL,
+        None,
+        _OPEN,
         _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: the session is open still",
+        Evidence.OTHER_LABEL,
+        _AGAIN,
+        "RULE: the session is closed, and the label is not this attempt's",
     ),
-    _row(
-        Op.FINISH,
-        Observed.LOST,
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _EMPTY,
         _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: the label comes later, so nothing shows whether it was closed",
+        Evidence.SESSION_CLOSED_EMPTY,
+        _AGAIN,
+        "READ weight_updater.py: an empty session restores and finishes the weights it had",
     ),
-    *(
-        _row(
-            Op.LABEL,
-            observed,
-            _UNKNOWN,
-            Evidence.OTHER_LABEL,
-            _AGAIN,
-            "RULE: the session is closed, and the label is not this attempt's",
-        )
-        for observed in (Observed.REFUSED, Observed.REJECTED, Observed.NOT_SENT, Observed.LOST)
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _SENT,
+        _DIRTY,
+        Evidence.OTHER_LABEL,
+        _AGAIN,
+        "READ weight_updater.py: every bucket was loaded as it came; a full session loads all anew",
     ),
-    _row(
+    row(
         Op.READ,
-        Observed.REFUSED,
+        Observed.OTHER_LABEL,
+        _OPEN,
         _UNKNOWN,
         Evidence.OTHER_LABEL,
         _CLOSE,
-        "RULE: any other label after BEGIN proves nothing",
+        "RULE: any label but the attempt's own proves nothing after BEGIN",
     ),
-    _row(
-        Op.READ, Observed.LOST, _UNKNOWN, Evidence.NO_ANSWER, _CLOSE, "RULE: nothing was read back"
+    row(
+        Op.READ,
+        None,
+        _HELD,
+        _COMMITTED,
+        Evidence.OWN_LABEL,
+        _AGAIN,
+        "RULE: the label was set by a call of its own after end had answered; paused until it "
+        "serves with the others",
     ),
-    *(
-        _row(
-            op,
-            Observed.DEAD,
-            _UNKNOWN,
-            Evidence.DEAD,
-            _RESTART,
-            "RUN: a scheduler that dies takes the whole server with it",
-        )
-        for op in (Op.BEGIN, Op.UPDATE, Op.FINISH, Op.LABEL, Op.READ)
+    row(
+        Op.PROBE,
+        Observed.DONE,
+        _HELD,
+        _COMMITTED,
+        Evidence.OWN_LABEL,
+        None,
+        "RULE: it holds the label and serves",
+    ),
+    row(
+        Op.PROBE,
+        Observed.OTHER_LABEL,
+        _HELD,
+        _UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _AGAIN,
+        "RULE: somebody labelled it, or another process came up at its address",
+    ),
+    row(
+        Op.READ,
+        Observed.DIFFERS,
+        _SENT,
+        _DIRTY,
+        Evidence.OTHER_CHECKSUM,
+        _AGAIN,
+        "READ weight_updater.py: a full session loads every tensor anew",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DIFFERS,
+        _HELD,
+        _DIRTY,
+        Evidence.OTHER_SCORES,
+        _AGAIN,
+        "READ weight_updater.py: a full session loads every tensor anew",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _OPEN,
+        _UNKNOWN,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: a scheduler that dies takes the whole server with it",
     ),
 )
 
-VERDICTS: Mapping[tuple[Op, Observed], Verdict] = MappingProxyType(
-    {(row.op, row.observed): row.verdict for row in ROWS}
-)
+VERDICTS: Mapping[Seen, Verdict] = verdicts_of(ROWS)

@@ -26,8 +26,10 @@ from genapi.publication.evidence import (
     Row,
     Seen,
     Verdict,
+    row,
     verdicts_of,
 )
+from genapi.publication.rules import RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.http import HTTPReply
 
@@ -97,19 +99,6 @@ def answer_of(op: Op, reply: HTTPReply) -> Answer:
     return Answer(Observed.REJECTED, detail)
 
 
-def _row(  # noqa: PLR0917 - one column each
-    op: Op | None,
-    observed: Observed | None,
-    reached: Reached | tuple[Reached, ...],
-    outcome: Outcome,
-    evidence: Evidence,
-    recovery: Recovery | None,
-    source: str,
-) -> Row:
-    places = (reached,) if isinstance(reached, Reached) else reached
-    return Row(op, observed, places, Verdict(outcome, evidence, recovery), source)
-
-
 _BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
 _SENT, _HELD = Reached.SENT, Reached.HELD
 _OPEN = (_EMPTY, _SENT)
@@ -120,43 +109,8 @@ _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
 
 ROWS: tuple[Row, ...] = (
-    _row(
-        None,
-        None,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        None,
-        "RULE: what was not asked to begin holds what it held",
-    ),
-    _row(
-        Op.PAUSE,
-        None,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _REPUBLISH,
-        "RULE: it may be paused, and only a publication resumes it",
-    ),
-    _row(
-        Op.CONFIRM,
-        None,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _REPUBLISH,
-        "RULE: nobody knows whether it stands still, whatever it answers a resume",
-    ),
-    _row(
-        Op.INSPECT,
-        Observed.UPDATING,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _CLOSE,
-        "RULE: it is as whoever marked it left it, perhaps in the middle of a session",
-    ),
-    _row(
+    *RULES,
+    row(
         Op.HEAL,
         Observed.REJECTED,
         _BEFORE,
@@ -165,16 +119,7 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "RUN 49b: after a rejected tensor the empty finish replays it",
     ),
-    _row(
-        Op.HEAL,
-        None,
-        _BEFORE,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: healing opens a session, which may be open still",
-    ),
-    _row(
+    row(
         None,
         Observed.DEAD,
         _BEFORE,
@@ -183,25 +128,7 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "RUN 90: the process is gone, or ends within a second",
     ),
-    _row(
-        Op.BEGIN,
-        Observed.NOT_SENT,
-        _EMPTY,
-        _UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _REPUBLISH,
-        "RULE: a call that was not sent began nothing",
-    ),
-    _row(
-        Op.BEGIN,
-        Observed.REFUSED,
-        _EMPTY,
-        _UNKNOWN,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RULE: untouched needs more than a text that names no session",
-    ),
-    _row(
+    row(
         Op.BEGIN,
         Observed.SESSION_OPEN,
         _EMPTY,
@@ -210,7 +137,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN 42: an empty finish, then a full publication, heals",
     ),
-    _row(
+    row(
         Op.BEGIN,
         Observed.REJECTED,
         _EMPTY,
@@ -219,7 +146,7 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "READ gpu_worker.py: preparing the reload failed half-way",
     ),
-    _row(
+    row(
         Op.BEGIN,
         Observed.LOST,
         _EMPTY,
@@ -228,7 +155,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN: an empty finish closes what was begun, if it was",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.REFUSED,
         _SENT,
@@ -238,7 +165,7 @@ ROWS: tuple[Row, ...] = (
         "RUN 42: session dropped, nothing of this bucket touched; earlier buckets as after a "
         "lost peer",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.REJECTED,
         _SENT,
@@ -247,7 +174,7 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "RUN 49, 49b: generating kills the engine, a full session fails on weight_loader",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.PEER_LOST,
         _SENT,
@@ -256,7 +183,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN over gloo: start, EMPTY finish, start, full update, finish, 3 of 3",
     ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.NO_SESSION,
         _SENT,
@@ -265,16 +192,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN 42: somebody else closed the session",
     ),
-    _row(
-        Op.UPDATE,
-        Observed.NOT_SENT,
-        _SENT,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: earlier buckets may have arrived",
-    ),
-    _row(
+    row(
         Op.UPDATE,
         Observed.LOST,
         _SENT,
@@ -284,7 +202,7 @@ ROWS: tuple[Row, ...] = (
         "RUN over gloo; an NCCL receiver stays in its broadcast, and healing it then ends in a "
         "restart",
     ),
-    _row(
+    row(
         Op.FINISH,
         Observed.REFUSED,
         _SENT,
@@ -293,7 +211,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN 42: a label that is no text is refused before anything happens",
     ),
-    _row(
+    row(
         Op.FINISH,
         Observed.REJECTED,
         _SENT,
@@ -302,7 +220,7 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "RUN: finish replays a tensor that was rejected earlier, and leaves its session open",
     ),
-    _row(
+    row(
         Op.FINISH,
         Observed.NO_SESSION,
         _SENT,
@@ -312,16 +230,7 @@ ROWS: tuple[Row, ...] = (
         "RUN 42: somebody closed the session, which an empty one and a full one heal; or an update "
         "had failed unheard, which they may not",
     ),
-    _row(
-        Op.FINISH,
-        Observed.NOT_SENT,
-        _SENT,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: the session is open still",
-    ),
-    _row(
+    row(
         Op.CLOSE,
         Observed.DONE,
         _EMPTY,
@@ -330,7 +239,7 @@ ROWS: tuple[Row, ...] = (
         _REPUBLISH,
         "RUN 42: an empty session changes nothing",
     ),
-    _row(
+    row(
         Op.CLOSE,
         Observed.DONE,
         _SENT,
@@ -339,7 +248,7 @@ ROWS: tuple[Row, ...] = (
         _REPUBLISH,
         "RUN: what had come is loaded when the session closes; a straight republication heals",
     ),
-    _row(
+    row(
         Op.CLOSE,
         Observed.REJECTED,
         _OPEN,
@@ -348,7 +257,7 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "RUN: as FINISH; it replays a tensor that was rejected earlier",
     ),
-    _row(
+    row(
         Op.READ,
         Observed.OTHER_LABEL,
         _OPEN,
@@ -358,16 +267,7 @@ ROWS: tuple[Row, ...] = (
         "RUN: FINISH may not have arrived, or not have ended; any label but the attempt's own "
         "proves nothing",
     ),
-    _row(
-        None,
-        None,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _CLOSE,
-        "RULE: nothing was read back",
-    ),
-    _row(
+    row(
         Op.READ,
         None,
         _HELD,
@@ -377,7 +277,7 @@ ROWS: tuple[Row, ...] = (
         "RUN: FINISH sets the label after every rank has closed, whatever became of its reply; "
         "paused until it serves with the others",
     ),
-    _row(
+    row(
         Op.PROBE,
         Observed.DONE,
         _HELD,
@@ -386,7 +286,7 @@ ROWS: tuple[Row, ...] = (
         None,
         "RUN: it serves exactly the new weights",
     ),
-    _row(
+    row(
         Op.PROBE,
         Observed.OTHER_LABEL,
         _HELD,
@@ -395,16 +295,7 @@ ROWS: tuple[Row, ...] = (
         _REPUBLISH,
         "RUN: somebody labelled it, or another process came up at its address",
     ),
-    _row(
-        None,
-        None,
-        _HELD,
-        _UNKNOWN,
-        Evidence.NO_ANSWER,
-        _REPUBLISH,
-        "RULE: its session is closed, and what it serves was not read",
-    ),
-    _row(
+    row(
         Op.READ,
         Observed.DIFFERS,
         _SENT,
@@ -413,7 +304,7 @@ ROWS: tuple[Row, ...] = (
         _REPUBLISH,
         "RUN: its session is closed, and a full session makes its bytes right",
     ),
-    _row(
+    row(
         Op.PROBE,
         Observed.DIFFERS,
         _HELD,
@@ -422,7 +313,7 @@ ROWS: tuple[Row, ...] = (
         _REPUBLISH,
         "RUN: its session is closed, and a full session makes its scores right",
     ),
-    _row(
+    row(
         None,
         Observed.DEAD,
         _OPEN,
