@@ -736,8 +736,9 @@ def _check_reached(members: Iterable[Member]) -> None:
     strangers = [m.name for m in members if m.facts is None]
     if strangers:
         message = (
-            f"workers {', '.join(strangers)} were never reached, so nothing can be published; "
-            "wait_ready() says why"
+            f"workers {', '.join(strangers)} were never reached, so nothing can be published: "
+            "start them again (a restarter does), or publish without them (on_partial='serve', "
+            "min_workers=...); fleet.wait_ready() says how each one fails"
         )
         raise FleetError(message)
 

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 import genapi
-from genapi import Outcome, WeightPublisher
+from genapi import Outcome, PublishReport, WeightPublisher
 from genapi.embedded import Cluster, Fault
 from genapi.events import WorkerLeftOut
 from genapi.transports.memory import MemoryTransport
@@ -236,6 +236,35 @@ async def test_a_server_that_died_before_the_publication_is_restarted_first() ->
         r.cluster.workers[1].kill()
         report = await p.publish(1, source(1))
         assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+
+
+async def test_a_server_that_is_gone_when_the_publication_begins_is_named_with_a_way_back() -> None:
+    async with rig(2) as r:
+        p = publisher(r)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        report = caught.value.report
+        assert isinstance(report, PublishReport)
+        first, second = report.receipts
+        assert (first.fence, first.recovery) == (None, None)
+        assert second.recovery is Recovery.REPUBLISH
+        assert second.fence is not None
+        assert "not_sent" in (second.error or "")
+        assert {str((await r.fleet.generate(request())).worker) for _ in range(4)} == {
+            str(first.worker)
+        }
+
+
+async def test_a_server_that_nobody_ever_reached_is_named_with_what_to_do() -> None:
+    async with rig(2) as r:
+        r.cluster.workers[1].kill()
+        other = genapi.connect("embedded://", transport=MemoryTransport(r.cluster), run="r")
+        async with other:
+            p = WeightPublisher(other, transport=genapi.weights.Memory(), timeouts=QUICK)
+            with pytest.raises(genapi.FleetError, match=r"memory://1 were never reached.*start"):
+                await p.publish(1, source(1))
 
 
 @pytest.mark.parametrize(
