@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from genapi.weights._gloo_group import GlooGroup, GroupError
+from genapi.weights._gloo_group import GlooGroup, GroupError, Parcel, pack
 
 if TYPE_CHECKING:
     import pathlib
@@ -62,6 +63,14 @@ def version(server: Server) -> Any:
     return call(server, "GET /weight_info")
 
 
+def described(tensors: Tensors) -> dict[str, Any]:
+    return {
+        "names": [name for name, _ in tensors],
+        "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
+        "shapes": [list(t.shape) for _, t in tensors],
+    }
+
+
 class Fleet:
     """Some servers, called all at once, and their update group."""
 
@@ -104,20 +113,18 @@ class Fleet:
             future.result()
 
     def update(self, tensors: Tensors) -> list[Future[Any]]:
-        info = {
-            "names": [name for name, _ in tensors],
-            "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
-            "shapes": [list(t.shape) for _, t in tensors],
-        }
-        return self.post("/update_weights", {"update_info": info})
+        return self.post("/update_weights", {"update_info": described(tensors)})
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> int:
-        return self.group.send(
-            tensors,
+    def parcel(self, tensors: Tensors) -> Parcel:
+        return pack(
+            [tensor for _, tensor in tensors],
+            described(tensors),
             packed=self.packed,
             packed_buffer_size_bytes=CHUNK,
-            timeout_s=LIMIT_S,
         )
+
+    def send(self, tensors: Tensors) -> int:
+        return self.group.send(self.parcel(tensors), timeout_s=LIMIT_S)
 
     def publish(self, tensors: Tensors, label: str) -> None:
         """Everything between pause and resume, in two update calls."""
@@ -126,7 +133,7 @@ class Fleet:
         half = len(tensors) // 2
         for part in (tensors[:half], tensors[half:]):
             updates = self.update(part)
-            self.send([tensor for _, tensor in part])
+            self.send(part)
             for update in updates:
                 update.result()
         self.all("/finish_weight_update", {"weight_version": label})
@@ -181,21 +188,19 @@ def test_weights_reach_two_servers_in_one_group_and_back(
         group.all("/shutdown_weight_transfer_engine")
 
 
-class Halting(list[torch.Tensor]):
-    """Tensors of which one is not there until it is let go, as from a trainer that gathers."""
+class Halting(tuple[torch.Tensor, ...]):  # noqa: SLOT001 - a tuple with slots can hold no attribute
+    """Broadcasts of which one is not there until it is let go."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], at: int) -> None:
-        super().__init__(tensors)
-        self.at = self[at]
-        self.reached = threading.Event()
-        self.let_go = threading.Event()
+    at: int
+    reached: threading.Event
+    let_go: threading.Event
 
-    def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        if found is getattr(self, "at", None):
-            self.reached.set()
-            assert self.let_go.wait(LIMIT_S)
-        return found
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index, data in enumerate(super().__iter__()):
+            if index == self.at:
+                self.reached.set()
+                assert self.let_go.wait(LIMIT_S)
+            yield data
 
 
 def test_a_sender_that_goes_in_mid_transfer_fails_the_updates_at_once_and_a_new_group_heals(
@@ -206,8 +211,11 @@ def test_a_sender_that_goes_in_mid_transfer_fails_the_updates_at_once_and_a_new_
         group.all("/pause?mode=keep")
         group.all("/start_weight_update")
         updates = group.update(tensors)
-        halting = Halting([tensor for _, tensor in tensors], at=9)
-        sending = pool.submit(group.send, halting)
+        parcel = group.parcel(tensors)
+        halting = Halting(parcel.broadcasts)
+        halting.at, halting.reached, halting.let_go = 9, threading.Event(), threading.Event()
+        halted = replace(parcel, broadcasts=halting)
+        sending = pool.submit(group.group.send, halted, timeout_s=LIMIT_S)
         assert halting.reached.wait(LIMIT_S)
         started = time.monotonic()
         group.group.abandon()
@@ -242,7 +250,7 @@ def test_a_rejected_tensor_fails_both_ends_and_the_engine_is_lost(
         group.all("/start_weight_update")
         (update,) = group.update(bad)
         with pytest.raises(GroupError):
-            group.send([tensor for _, tensor in bad])
+            group.send(bad)
         failure = update.exception(LIMIT_S)
         assert isinstance(failure, EngineError)
         print(f"rejected with: {failure}")
@@ -284,12 +292,14 @@ def test_the_plugin_needs_torch_and_nothing_else(torch_environment: pathlib.Path
     ) as process:
         try:
             group.join(2, timeout_s=LIMIT_S)
-            group.send(
-                [torch.ones(3, dtype=torch.bfloat16), torch.ones(40)],
+            tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(40)}
+            parcel = pack(
+                list(tensors.values()),
+                described(list(tensors.items())),
                 packed=True,
                 packed_buffer_size_bytes=64,
-                timeout_s=LIMIT_S,
             )
+            group.send(parcel, timeout_s=LIMIT_S)
         finally:
             output, _ = process.communicate(timeout=LIMIT_S)
             group.abandon()

@@ -16,7 +16,7 @@ import genapi
 from genapi import Outcome
 from genapi.events import Event, PhaseStarted
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
-from genapi.weights._gloo_group import GlooGroup
+from genapi.weights._gloo_group import GlooGroup, pack
 from tests.engines.kit.judge import Judge
 from tests.engines.test_vllm import LIMITS, PROMPT, everywhere, request, target, weights
 
@@ -104,9 +104,8 @@ def push(server: Server, tensors: Tensors, *, label: str) -> None:
         joined.result()
         call(server, "/start_weight_update")
         received = pool.submit(call, server, "/update_weights", {"update_info": update})
-        group.send(
-            list(tensors.values()), packed=False, packed_buffer_size_bytes=0, timeout_s=LIMIT_S
-        )
+        parcel = pack(list(tensors.values()), update, packed=False, packed_buffer_size_bytes=0)
+        group.send(parcel, timeout_s=LIMIT_S)
         received.result()
         call(server, "/finish_weight_update", {"weight_version": label})
     group.close(timeout_s=LIMIT_S)

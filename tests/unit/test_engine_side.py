@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from genapi.engine_side.vllm import BACKEND, GlooBackend, InitInfo, UpdateInfo
-from genapi.weights._gloo_group import GlooGroup, GroupError
+from genapi.weights._gloo_group import GlooGroup, GroupError, Parcel, pack
 
 LIMIT_S = 20.0
 
@@ -60,24 +60,30 @@ def join(
             future.result()
 
 
+def described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+        "shapes": [list(t.shape) for t in tensors.values()],
+    }
+
+
+def parcel(tensors: dict[str, torch.Tensor]) -> Parcel:
+    data = list(tensors.values())
+    return pack(data, described(tensors), packed=False, packed_buffer_size_bytes=0)
+
+
 def update(
     group: GlooGroup,
     tensors: dict[str, torch.Tensor],
     *receivers: GlooBackend,
     digest: str | None = None,
 ) -> None:
-    info = UpdateInfo(
-        names=list(tensors),
-        dtype_names=[str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-        shapes=[list(t.shape) for t in tensors.values()],
-        digest=digest,
-    )
+    info = UpdateInfo(**described(tensors), digest=digest)
     with ThreadPoolExecutor(len(receivers)) as pool:
         receiving = [pool.submit(r.receive_weights, info) for r in receivers]
         try:
-            group.send(
-                list(tensors.values()), packed=False, packed_buffer_size_bytes=0, timeout_s=LIMIT_S
-            )
+            group.send(parcel(tensors), timeout_s=LIMIT_S)
         finally:
             for future in receiving:
                 future.result(LIMIT_S)
@@ -135,7 +141,7 @@ def test_joining_again_replaces_the_group() -> None:
     join(second, receiver)
     update(second, {"a": torch.ones(1)}, receiver)
     with pytest.raises(GroupError):
-        first.send([torch.ones(1)], packed=False, packed_buffer_size_bytes=0, timeout_s=LIMIT_S)
+        first.send(parcel({"a": torch.ones(1)}), timeout_s=LIMIT_S)
     second.abandon()
     receiver.shutdown()
     receiver.shutdown()

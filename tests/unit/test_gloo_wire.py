@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genapi.engine_side.receiver import chunk_ends
-from genapi.weights._gloo_group import GlooGroup, GroupError, plan_chunks
+from genapi.weights._gloo_group import GlooGroup, GroupError, Parcel, pack, plan_chunks
 from tests.unit.gloo_peer import Peer, content, held, listening_addresses
 
 pytestmark = pytest.mark.skipif(
@@ -30,12 +30,15 @@ AT_ONCE_S = 2.0
 HALVES = [torch.zeros(1), torch.zeros(128 << 20, dtype=torch.uint8)]
 DYING_SENDER = """
 import torch
-from genapi.weights._gloo_group import GlooGroup
+from genapi.weights._gloo_group import GlooGroup, pack
 group = GlooGroup("127.0.0.1")
 print(group.port, flush=True)
 group.join(2, timeout_s=20)
 halves = [torch.zeros(1), torch.zeros(128 << 20, dtype=torch.uint8)]
-group.send(halves, packed=False, packed_buffer_size_bytes=0, timeout_s=20)
+info = {
+    "names": ["t0", "t1"], "dtype_names": ["float32", "uint8"], "shapes": [[1], [128 << 20]]
+}
+group.send(pack(halves, info, packed=False, packed_buffer_size_bytes=0), timeout_s=20)
 """
 
 DTYPES = sorted(
@@ -100,12 +103,18 @@ def form(
     return group
 
 
-def described(tensors: list[torch.Tensor]) -> tuple[list[str], list[str], list[list[int]]]:
+def described(tensors: list[Any]) -> tuple[list[str], list[str], list[list[int]]]:
     return (
         [f"t{i}" for i in range(len(tensors))],
         [str(t.dtype).removeprefix("torch.") for t in tensors],
         [list(t.shape) for t in tensors],
     )
+
+
+def parcel(tensors: list[Any], *, packed: bool = False, limit: int = 0) -> Parcel:
+    fields = ("names", "dtype_names", "shapes")
+    info = dict(zip(fields, described(tensors), strict=True))
+    return pack(tensors, info, packed=packed, packed_buffer_size_bytes=limit)
 
 
 def example(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -123,7 +132,7 @@ def exchange(
     """Send one bucket; what each peer received, as broadcasts of (name, dtype, shape, bytes)."""
     for peer in peers:
         peer.ask("receive", *described(tensors))
-    sent = group.send(tensors, packed=packed, packed_buffer_size_bytes=limit, timeout_s=LIMIT_S)
+    sent = group.send(parcel(tensors, packed=packed, limit=limit), timeout_s=LIMIT_S)
     assert sent == sum(t.nbytes for t in tensors)
     results = [peer.answer() for peer in peers]
     assert [r.error for r in results] == [None] * len(peers)
@@ -170,8 +179,8 @@ def test_numpy_arrays_are_sent_as_they_are(peers: list[Peer]) -> None:
     array.flags.writeable = False
     group = form(peers[:1])
     try:
-        peers[0].ask("receive", ["a"], ["float32"], [[2, 3]])
-        group.send([array], packed=False, packed_buffer_size_bytes=0, timeout_s=LIMIT_S)
+        peers[0].ask("receive", ["t0"], ["float32"], [[2, 3]])
+        group.send(parcel([array]), timeout_s=LIMIT_S)
         (((_, _, shape, data),),) = peers[0].answer().value
     finally:
         group.abandon()
@@ -258,9 +267,7 @@ def test_a_receiver_that_comes_after_the_end_is_refused_at_once(peers: list[Peer
 @contextlib.contextmanager
 def sending(group: GlooGroup, tensors: list[torch.Tensor]) -> Iterator[Future[int]]:
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(
-            group.send, tensors, packed=False, packed_buffer_size_bytes=0, timeout_s=LIMIT_S
-        )
+        yield pool.submit(group.send, parcel(tensors), timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("receivers", [1, 2, 3])
@@ -419,13 +426,13 @@ def test_a_bucket_that_does_not_come_in_time_fails_both_ends(peers: list[Peer]) 
     assert result.error is not None
     assert result.took_s < AT_ONCE_S
     with pytest.raises(GroupError, match="update group of 2 ranks broke"):
-        group.send([torch.zeros(1)], packed=False, packed_buffer_size_bytes=0, timeout_s=LIMIT_S)
+        group.send(parcel([torch.zeros(1)]), timeout_s=LIMIT_S)
 
 
 def test_a_send_that_is_not_taken_in_time_ends_the_group(peers: list[Peer]) -> None:
     group = form(peers[:1])
     with pytest.raises(GroupError, match=r"2 ranks broke: .*Timed out"):
-        group.send(HALVES, packed=False, packed_buffer_size_bytes=0, timeout_s=0.2)
+        group.send(parcel(HALVES), timeout_s=0.2)
     peers[0].ask("receive", *described(HALVES))
     result = peers[0].answer()
     assert result.error is not None
@@ -441,18 +448,40 @@ def test_data_of_another_size_than_expected_is_refused_before_it_flows(
     peers: list[Peer], shapes: list[list[int]], limit: int
 ) -> None:
     group = form(peers[:1], packed=True, limit=limit)
-    peers[0].ask("receive", ["a", "b"], ["float32", "float32"], shapes)
+    peers[0].ask("receive", ["t0", "t1"], ["float32", "float32"], shapes)
+    sent = parcel([torch.zeros(3), torch.zeros(5)], packed=True, limit=100)
     with pytest.raises(GroupError):
-        group.send(
-            [torch.zeros(3), torch.zeros(5)],
-            packed=True,
-            packed_buffer_size_bytes=100,
-            timeout_s=LIMIT_S,
-        )
+        group.send(sent, timeout_s=LIMIT_S)
     result = peers[0].answer()
     group.abandon()
     assert result.error is not None
     assert "the sender announced 32 bytes in 1 broadcasts" in result.error
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        (["t1", "t0"], ["float32", "int32"], [[2, 3], [3, 2]]),
+        (["t0", "other"], ["float32", "int32"], [[2, 3], [3, 2]]),
+        (["t0", "t1"], ["int32", "float32"], [[2, 3], [3, 2]]),
+        (["t0", "t1"], ["float32", "int32"], [[3, 2], [3, 2]]),
+        (["t0", "t1"], ["float32", "int32"], [[2, 3], [6]]),
+    ],
+    ids=["order", "name", "dtype", "shape", "rank"],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_tensors_of_the_same_sizes_are_refused_before_the_first_one(
+    peers: list[Peer], description: tuple[list[Any], ...], packed: bool
+) -> None:
+    group = form(peers[:1], packed=packed, limit=100)
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.int32)]
+    peers[0].ask("receive_one", *description)
+    with pytest.raises(GroupError):
+        group.send(parcel(tensors, packed=packed, limit=100), timeout_s=LIMIT_S)
+    result = peers[0].answer()
+    group.abandon()
+    assert result.error is not None
+    assert "other tensors, or another order" in result.error
 
 
 @pytest.mark.parametrize(
@@ -499,9 +528,9 @@ def test_receiving_without_a_group_says_so(peers: list[Peer]) -> None:
 def test_a_sender_that_was_never_joined_or_is_gone_says_so() -> None:
     group = GlooGroup(HOST)
     with pytest.raises(GroupError, match="nobody has joined it"):
-        group.send([torch.zeros(1)], packed=False, packed_buffer_size_bytes=0, timeout_s=1)
+        group.send(parcel([torch.zeros(1)]), timeout_s=1)
     with pytest.raises(GroupError, match="it was abandoned"):
-        group.send([torch.zeros(1)], packed=False, packed_buffer_size_bytes=0, timeout_s=1)
+        group.send(parcel([torch.zeros(1)]), timeout_s=1)
     with pytest.raises(GroupError, match="it was abandoned"):
         group.join(2, timeout_s=1)
 

@@ -12,8 +12,9 @@ The rule of this file: torch alone. The sending rank is written separately, in
     Bucket      One update call. `names`, `dtype_names` and `shapes` list its tensors: row-major,
                 in the machine's byte order, dtype names as torch prints them (`bfloat16`).
                 First an announcement is broadcast, three int64: the number of broadcasts that
-                follow, their bytes in total, and the CRC-32 of the tensors' sizes in bytes, as
-                little-endian int64.
+                follow, their bytes in total, and a digest of what the tensors are: the first eight
+                bytes, little-endian and signed, of the SHA-256 of `[[name, dtype, shape], ...]` as
+                ASCII JSON without spaces.
                 Not packed: one broadcast from rank 0 per tensor.
                 Packed: one broadcast per chunk. A chunk is consecutive tensors, end to end without
                 padding; it closes with the tensor that takes it over `packed_buffer_size_bytes`,
@@ -23,7 +24,8 @@ The rule of this file: torch alone. The sending rank is written separately, in
                 over, every rank has.
 
 The names and both ways to cut a bucket are those of vLLM's NCCL backend. What is added answers
-to gloo: data of another size than expected would end the process, hence the announcement. A
+to gloo: data of another size than expected would end the process, hence the announcement, and
+tensors of one size that change places would be loaded as each other, hence its digest. A
 receive whose sender dies in the middle of a message is never told, hence the line.
 """
 
@@ -31,11 +33,12 @@ receive whose sender dies in the middle of a message is never told, hence the li
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
+import json
 import math
 import select
 import socket
 import threading
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,7 +119,8 @@ class GlooReceiver:
         sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in specs]
         ends = list(chunk_ends(sizes, self._limit) if self._packed else range(1, len(specs) + 1))
         pieces = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        self._expect(sum(any(sizes[piece]) for piece in pieces), sizes)
+        digest = _digest(names, dtype_names, shapes)
+        self._expect(sum(any(sizes[piece]) for piece in pieces), sum(sizes), digest)
         for piece in pieces:
             chunk = torch.empty(sum(sizes[piece]), dtype=torch.uint8)
             if chunk.numel():
@@ -166,16 +170,16 @@ class GlooReceiver:
             return str(error)
         return self._greet()
 
-    def _expect(self, broadcasts: int, sizes: Sequence[int]) -> None:
+    def _expect(self, broadcasts: int, total: int, digest: int) -> None:
         announced = torch.empty(3, dtype=torch.int64)
         self._fill(announced, "the announcement of a bucket")
-        digest = zlib.crc32(b"".join(size.to_bytes(8, "little") for size in sizes))
-        if announced.tolist() != [broadcasts, sum(sizes), digest]:
-            count, total, _ = announced.tolist()
+        if announced.tolist() != [broadcasts, total, digest]:
+            count, size, its_own = announced.tolist()
+            other = "other tensors, or another order" if its_own != digest else "the same tensors"
             self._check(
-                f"the sender announced {total} bytes in {count} broadcasts, the update call "
-                f"describes {sum(sizes)} in {broadcasts}; names, shapes, packed and "
-                "packed_buffer_size_bytes must be those that the sender goes by",
+                f"the sender announced {size} bytes in {count} broadcasts, the update call "
+                f"describes {total} in {broadcasts}, and {other}; names, dtypes, shapes, their "
+                "order, packed and packed_buffer_size_bytes must be those that the sender goes by",
                 "a bucket",
             )
 
@@ -231,6 +235,14 @@ def chunk_ends(sizes: Sequence[int], limit: int) -> Iterator[int]:
         if total > limit or end == len(sizes):
             yield end
             total = 0
+
+
+def _digest(
+    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> int:
+    tensors = [[n, d, list(s)] for n, d, s in zip(names, dtype_names, shapes, strict=True)]
+    text = json.dumps(tensors, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def _specs(

@@ -19,20 +19,21 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import ipaddress
+import json
 import socket
-import struct
 import threading
 import time
-import zlib
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ("GlooGroup", "GroupError", "plan_chunks")
+__all__ = ("GlooGroup", "GroupError", "Parcel", "pack", "plan_chunks")
 
 _c10d: Any = torch.distributed
 
@@ -43,6 +44,52 @@ _UNUSED_TAG = 0x6E0
 
 class GroupError(RuntimeError):
     """The group could not be built, or broke; it is of no further use."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """One bucket as it travels, for however many groups it is sent to.
+
+    Attributes:
+        announcement: what receivers hold their update call against.
+        broadcasts: the bytes of each broadcast, on the CPU.
+        nbytes: size of all of them.
+    """
+
+    announcement: torch.Tensor
+    broadcasts: tuple[torch.Tensor, ...]
+    nbytes: int
+
+
+def pack(
+    tensors: Sequence[Any],
+    update_info: Mapping[str, Any],
+    *,
+    packed: bool,
+    packed_buffer_size_bytes: int,
+) -> Parcel:
+    """Lay out one bucket.
+
+    Tensors are torch tensors on any device, or numpy arrays. They are not copied where they lie
+    contiguous on the CPU and are not packed: they must not change before the parcel was sent.
+
+    Args:
+        tensors: what is sent.
+        update_info: what it is: `names`, `dtype_names`, `shapes`.
+        packed: whether tensors are copied together into chunks, or each is a broadcast.
+        packed_buffer_size_bytes: a chunk closes with the tensor that takes it over this size.
+    """
+    sizes = [t.nbytes for t in tensors]
+    # No tensor fits under a negative limit: each closes a chunk of its own.
+    chunks = plan_chunks(sizes, packed_buffer_size_bytes if packed else -1)
+    broadcasts = tuple(
+        _payload([tensors[i] for i in chunk]) for chunk in chunks if any(sizes[i] for i in chunk)
+    )
+    return Parcel(
+        torch.tensor([len(broadcasts), sum(sizes), _digest(update_info)], dtype=torch.int64),
+        broadcasts,
+        sum(sizes),
+    )
 
 
 class GlooGroup:
@@ -117,20 +164,10 @@ class GlooGroup:
                 f"within {timeout_s:g} s: {problem}"
             )
 
-    def send(
-        self,
-        tensors: Sequence[Any],
-        *,
-        packed: bool,
-        packed_buffer_size_bytes: int,
-        timeout_s: float,
-    ) -> int:
+    def send(self, parcel: Parcel, *, timeout_s: float) -> int:
         """Send one bucket and return its size in bytes. Not to be called twice at a time.
 
         When it returns every receiver has loaded the bucket (`plain` ones have received it).
-
-        Tensors are torch tensors on any device, or numpy arrays. They are not copied where they
-        lie contiguous on the CPU and are not packed: they must not change before this returns.
 
         Raises:
             GroupError: not every receiver took the bucket within `timeout_s`, and each broadcast
@@ -138,21 +175,17 @@ class GlooGroup:
                 abandoned, so that receivers fail too.
         """
         deadline = time.monotonic() + timeout_s
-        sizes = [t.nbytes for t in tensors]
-        # No tensor fits under a negative limit: each closes a chunk of its own.
-        chunks = plan_chunks(sizes, packed_buffer_size_bytes if packed else -1)
-        chunks = [chunk for chunk in chunks if any(sizes[i] for i in chunk)]
         try:
             if not self._plain:
-                self._broadcast(_announcement(len(chunks), sizes), deadline)
-            for chunk in chunks:
-                self._broadcast(_payload([tensors[i] for i in chunk]), deadline)
+                self._broadcast(parcel.announcement, deadline)
+            for data in parcel.broadcasts:
+                self._broadcast(data, deadline)
             if not self._plain:
                 self._check(self._greet(deadline))
         except BaseException:
             self.abandon()
             raise
-        return sum(sizes)
+        return parcel.nbytes
 
     def abandon(self) -> None:
         """Leave the group at once. Never blocks; safe to repeat.
@@ -263,9 +296,10 @@ def plan_chunks(sizes: Sequence[int], limit: int) -> list[range]:
     return chunks
 
 
-def _announcement(broadcasts: int, sizes: Sequence[int]) -> torch.Tensor:
-    digest = zlib.crc32(struct.pack(f"<{len(sizes)}q", *sizes))
-    return torch.tensor([broadcasts, sum(sizes), digest], dtype=torch.int64)
+def _digest(info: Mapping[str, Any]) -> int:
+    columns = (info["names"], info["dtype_names"], [list(shape) for shape in info["shapes"]])
+    text = json.dumps(list(zip(*columns, strict=True)), separators=(",", ":"))
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def _payload(tensors: Sequence[Any]) -> torch.Tensor:

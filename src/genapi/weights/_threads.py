@@ -11,13 +11,28 @@ import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-__all__ = ("call_from_thread", "run_in_thread", "start_thread")
+__all__ = ("Once", "call_from_thread", "run_in_thread", "start_thread")
 
 T = TypeVar("T")
 
 _GRACE_S = 1.0
+
+
+class Once(Generic[T]):
+    """What several threads need and the first one makes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: list[T] = []
+
+    def get(self, make: Callable[[], T]) -> T:
+        """What the first `make` returned; the others wait for it. One that raises is no first."""
+        with self._lock:
+            if not self._made:
+                self._made.append(make())
+            return self._made[0]
 
 
 def call_from_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ The names in `init_info` and `update_info` are those of vLLM's NCCL backend; eac
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from pydantic import Field
 from genapi.errors import ConfigError
 from genapi.types.base import Value
 from genapi.weights._tensors import element_bytes
+from genapi.weights._threads import Once
 
 __all__ = (
     "Bucket",
@@ -88,10 +89,12 @@ class Bucket:
     Attributes:
         metas: what they are.
         tensors: the tensors, in the same order.
+        made: what the transport makes of them, once for all groups that they are sent to.
     """
 
     metas: tuple[TensorMeta, ...]
     tensors: tuple[Any, ...]
+    made: Once[Any] = field(default_factory=Once, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -237,10 +240,10 @@ class WeightTransport(Protocol):
 
 def check_limits(transport: WeightTransport) -> None:
     """Raise `ConfigError` for limits under which nothing could be sent."""
-    for field, least in (("bucket_bytes", 1), ("bucket_tensors", 1), ("stage_bytes", 0)):
-        value = getattr(transport, field)
+    for name, least in (("bucket_bytes", 1), ("bucket_tensors", 1), ("stage_bytes", 0)):
+        value = getattr(transport, name)
         if type(value) is not int or value < least:
-            raise ConfigError(f"{field}={value!r}: pass a whole number of at least {least}")
+            raise ConfigError(f"{name}={value!r}: pass a whole number of at least {least}")
 
 
 def check_source(source: object) -> None:

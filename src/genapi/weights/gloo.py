@@ -7,6 +7,7 @@ the group is abandoned. The collectives are in `_gloo_group`, torch with them.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ from genapi.weights._threads import run_in_thread, start_thread
 from genapi.weights.base import Bucket, TensorMeta, WireBucket, check_limits, check_world_size
 
 if TYPE_CHECKING:
-    from genapi.weights._gloo_group import GlooGroup
+    from genapi.weights._gloo_group import GlooGroup, Parcel
 
 __all__ = ("Gloo",)
 
@@ -178,9 +179,7 @@ class GlooSender:
 
     def _send(self, bucket: Bucket) -> int:
         return self._group.send(
-            [t if is_torch(t) else raw_bytes(t) for t in bucket.tensors],
-            packed=self._transport.packed,
-            packed_buffer_size_bytes=self._transport.bucket_bytes,
+            bucket.made.get(partial(_pack, self._transport, bucket)),
             timeout_s=self._transport.timeout_s,
         )
 
@@ -207,3 +206,14 @@ class GlooSender:
         self._working.add(future)
         future.add_done_callback(self._working.discard)
         return future
+
+
+def _pack(transport: Gloo, bucket: Bucket) -> "Parcel":
+    from genapi.weights._gloo_group import pack  # noqa: PLC0415 - it imports torch
+
+    return pack(
+        [t if is_torch(t) else raw_bytes(t) for t in bucket.tensors],
+        bucket.update_info,
+        packed=transport.packed,
+        packed_buffer_size_bytes=transport.bucket_bytes,
+    )
