@@ -78,7 +78,7 @@ class Fleet:
         self.servers = servers
         self.packed = packed
         self.pool = ThreadPoolExecutor(len(servers))
-        self.group = GlooGroup("127.0.0.1", broadcast_timeout_s=LIMIT_S)
+        self.group = GlooGroup("127.0.0.1")
 
     def post(self, route: str, body: Any = None) -> list[Future[Any]]:
         return [self.pool.submit(call, server, route, body) for server in self.servers]

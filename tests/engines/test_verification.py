@@ -85,7 +85,7 @@ def call(server: Server, path: str, body: object = None) -> Any:
 
 def push(server: Server, tensors: Tensors, *, label: str) -> None:
     """Put tensors into one server past the publication, and set its label as if all was well."""
-    group = GlooGroup("127.0.0.1", broadcast_timeout_s=LIMIT_S)
+    group = GlooGroup("127.0.0.1")
     init = {
         "master_address": group.host,
         "master_port": group.port,

@@ -46,9 +46,9 @@ class Peer:
         self.process.start()
         theirs.close()
 
-    def ask(self, command: str, *args: Any) -> None:
+    def ask(self, command: str, *args: Any, **options: Any) -> None:
         self._asked += 1
-        self._pipe.send((self._asked, command, args))
+        self._pipe.send((self._asked, command, args, options))
 
     def answer(self) -> Result:
         """The answer to the last command; those to earlier ones are dropped."""
@@ -85,8 +85,8 @@ class _Rank:
     def join(self, address: str, port: int, rank: int, world_size: int) -> None:
         self.receiver.join(address, port, rank=rank, world_size=world_size)
 
-    def receive(self, *description: Any) -> Received:
-        return _plain(self.receiver.receive(*description))
+    def receive(self, *description: Any, timeout_s: float | None = None) -> Received:
+        return _plain(self.receiver.receive(*description, timeout_s=timeout_s))
 
     def receive_one(self, *description: Any) -> Received:
         """Only the first broadcast; `go_on` takes the rest."""
@@ -109,11 +109,11 @@ class _Rank:
 def _serve(pipe: Connection) -> None:
     rank = _Rank()
     while True:
-        number, command, args = pipe.recv()
+        number, command, args, options = pipe.recv()
         started = time.monotonic()
         value, error = None, None
         try:
-            value = getattr(rank, command)(*args)
+            value = getattr(rank, command)(*args, **options)
         except (RuntimeError, ValueError) as exception:
             # Kept until the next one: a caught exception must not hold a group open.
             kept = exception

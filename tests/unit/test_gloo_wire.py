@@ -92,7 +92,7 @@ def form(
     timeout_s: float = LIMIT_S,
     host: str = HOST,
 ) -> GlooGroup:
-    group = GlooGroup(host, broadcast_timeout_s=timeout_s)
+    group = GlooGroup(host)
     world_size = 1 + len(peers)
     for rank, peer in enumerate(peers, start=1):
         peer.call("make", packed, limit, timeout_s)
@@ -265,9 +265,11 @@ def test_a_receiver_that_comes_after_the_end_is_refused_at_once(peers: list[Peer
 
 
 @contextlib.contextmanager
-def sending(group: GlooGroup, tensors: list[torch.Tensor]) -> Iterator[Future[int]]:
+def sending(
+    group: GlooGroup, tensors: list[torch.Tensor], *, timeout_s: float = LIMIT_S
+) -> Iterator[Future[int]]:
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(group.send, parcel(tensors), timeout_s=LIMIT_S)
+        yield pool.submit(group.send, parcel(tensors), timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("receivers", [1, 2, 3])
@@ -276,7 +278,7 @@ def test_abandoning_in_mid_transfer_fails_both_ends_at_once(
 ) -> None:
     before = holdings(peers)
     group = form(peers[:receivers], timeout_s=2.0)
-    with sending(group, HALVES) as send:
+    with sending(group, HALVES, timeout_s=2.0) as send:
         for peer in peers[:receivers]:
             peer.ask("receive_one", *described(HALVES))
         for peer in peers[:receivers]:

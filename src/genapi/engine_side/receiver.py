@@ -64,7 +64,9 @@ _DTYPES = {
 
 
 class GlooReceiver:
-    """One receiving rank. Every wait is bounded by `timeout_s`; not thread-safe.
+    """One receiving rank. Every wait is bounded: by `timeout_s`, or by that of the bucket.
+
+    Not thread-safe.
 
     A rank that fails leaves its group at once, so that the others fail too instead of waiting.
     """
@@ -99,13 +101,19 @@ class GlooReceiver:
             )
 
     def receive(
-        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+        self,
+        names: Sequence[str],
+        dtype_names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        timeout_s: float | None = None,
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield the bucket's tensors, on the CPU, as they arrive: one list per broadcast.
 
         Every tensor owns its memory. Asking for more after the last list tells the others that
         this rank is done with the bucket, and waits for them to be. A caller that does not take
-        all must `close`.
+        all must `close`. Each broadcast is awaited for at most `timeout_s`; None = as long as the
+        one before was, at first as long as the join.
 
         Raises:
             ValueError: the three lists do not describe tensors; nothing was received, and the
@@ -116,6 +124,7 @@ class GlooReceiver:
         if self._group is None:
             raise RuntimeError("there is no update group: it was never joined, or it broke earlier")
         specs = _specs(names, dtype_names, shapes)
+        self._timeout_s = timeout_s or self._timeout_s
         sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in specs]
         ends = list(chunk_ends(sizes, self._limit) if self._packed else range(1, len(specs) + 1))
         pieces = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]

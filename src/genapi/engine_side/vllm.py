@@ -41,7 +41,7 @@ class InitInfo:
         packed: tensors come concatenated in chunks.
         packed_buffer_size_bytes: a chunk closes with the tensor that takes it over this size.
         packed_num_buffers: a field of the NCCL backend; gloo has one buffer.
-        timeout_s: limit for joining, and for each broadcast.
+        timeout_s: limit for joining, and for each broadcast of an update that names no other.
         digest: of what both ends have agreed on; None = nothing is compared.
     """
 
@@ -64,12 +64,14 @@ class UpdateInfo:
         names: the checkpoint's names.
         dtype_names: such as `bfloat16`.
         shapes: full shapes; vLLM shards and fuses itself.
+        timeout_s: limit for each broadcast; None = the last one named.
         digest: that of the group, a colon, and that of the whole update.
     """
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    timeout_s: float | None = None
     digest: str | None = None
 
 
@@ -128,7 +130,10 @@ class GlooBackend:
             self._agree(update_info.digest)
             with _partial_loads():
                 for tensors in self._receiver.receive(
-                    update_info.names, update_info.dtype_names, update_info.shapes
+                    update_info.names,
+                    update_info.dtype_names,
+                    update_info.shapes,
+                    timeout_s=update_info.timeout_s,
                 ):
                     self.model.load_weights([(n, t.to(self.device)) for n, t in tensors])
         except BaseException:

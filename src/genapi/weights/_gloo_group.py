@@ -104,7 +104,6 @@ class GlooGroup:
         self,
         host: str,
         *,
-        broadcast_timeout_s: float = 60.0,
         prefixes: Sequence[str] = ("genapi",),
         plain: bool = False,
     ) -> None:
@@ -112,8 +111,6 @@ class GlooGroup:
 
         Args:
             host: an address of this machine that every receiver can reach; a name is resolved.
-            broadcast_timeout_s: limit for one broadcast, the `timeout_s` of receivers' init_info.
-                It is also how long, at worst, a broadcast cut off by `abandon` keeps its memory.
             prefixes: key prefixes of the store, the outermost first, as the receivers have them.
             plain: the receivers are an engine's own and know broadcasts of data only: neither
                 the layout's greetings nor its announcements.
@@ -122,7 +119,6 @@ class GlooGroup:
             ValueError: the address stands for every interface; receivers need one to connect to.
             OSError: the address is not one of this machine's.
         """
-        self._broadcast_timeout_s = broadcast_timeout_s
         self._prefixes = tuple(prefixes)
         self._plain = plain
         self._lock = threading.Lock()
@@ -170,9 +166,8 @@ class GlooGroup:
         When it returns every receiver has loaded the bucket (`plain` ones have received it).
 
         Raises:
-            GroupError: not every receiver took the bucket within `timeout_s`, and each broadcast
-                within its own limit; or the group is gone. After any error the group is
-                abandoned, so that receivers fail too.
+            GroupError: not every receiver took the bucket within `timeout_s`, or the group is
+                gone. After any error the group is abandoned, so that receivers fail too.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -216,7 +211,7 @@ class GlooGroup:
     def _broadcast(self, data: torch.Tensor, deadline: float) -> None:
         options = _c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = _until(min(deadline, time.monotonic() + self._broadcast_timeout_s))
+        options.timeout = _until(deadline)
         self._check(self._run("broadcast", data, options))
 
     def _check(self, problem: str | None) -> None:

@@ -26,6 +26,10 @@ __all__ = ("Gloo",)
 T = TypeVar("T")
 
 _GRACE_S = 5.0
+_LEAST_S = 30.0
+"""What a bucket gets however small it is: the engines load it, on machines that may be busy."""
+_SLOWEST_BYTES_PER_S = 8 << 20
+"""What is still accepted: a line of 1 Gbit/s that carries a copy for each of 15 receivers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ class Gloo:
         bucket_tensors: most tensors per update call.
         stage_bytes: most bytes gathered before the fleet is paused.
         packed: whether a bucket is one broadcast (copied together once) or one per tensor.
-        timeout_s: limit for moving one bucket, in seconds.
+        timeout_s: limit for moving and loading one bucket, in seconds; None = as its size asks:
+            30 s and 1 s for every 8 MiB of it.
 
     Raises:
         ConfigError: torch is not installed, or a limit under which nothing could be sent.
@@ -53,12 +58,12 @@ class Gloo:
     bucket_tensors: int = 1024
     stage_bytes: int = 4 << 30
     packed: bool = True
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}: pass seconds, more than 0")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}: pass seconds, more than 0, or None")
         if find_spec("torch") is None:
             raise ConfigError(
                 "publishing over gloo needs torch: install genapi with its extra 'torch'"
@@ -110,7 +115,7 @@ class Gloo:
     def _open(self) -> "GlooGroup":
         from genapi.weights._gloo_group import GlooGroup  # noqa: PLC0415 - it imports torch
 
-        return GlooGroup(self.host, broadcast_timeout_s=self.timeout_s)
+        return GlooGroup(self.host)
 
 
 class GlooSender:
@@ -136,8 +141,7 @@ class GlooSender:
             "packed": self._transport.packed,
             "packed_buffer_size_bytes": self._transport.bucket_bytes,
             "packed_num_buffers": 2,
-            # Receivers wait at least as long as this end: it is the one that gives up.
-            "timeout_s": max(self._transport.timeout_s, self._join_timeout_s),
+            "timeout_s": self._join_timeout_s,
         }
 
     async def join(self) -> None:
@@ -151,9 +155,11 @@ class GlooSender:
         )
 
     def wire(self, bucket: Bucket, *, in_process: bool) -> WireBucket:
-        """What the tensors are; what they hold goes through the group."""
+        """What the tensors are, and `timeout_s`; what they hold goes through the group."""
         del in_process
-        return WireBucket(update_info=bucket.update_info)
+        # Receivers wait longer than this end: it is the one that gives up.
+        timeout_s = _limit_s(self._transport, bucket) + _GRACE_S
+        return WireBucket(update_info={**bucket.update_info, "timeout_s": timeout_s})
 
     async def send(self, bucket: Bucket) -> None:
         """Broadcast one bucket.
@@ -180,7 +186,7 @@ class GlooSender:
     def _send(self, bucket: Bucket) -> int:
         return self._group.send(
             bucket.made.get(partial(_pack, self._transport, bucket)),
-            timeout_s=self._transport.timeout_s,
+            timeout_s=_limit_s(self._transport, bucket),
         )
 
     async def _work(self, what: str, function: Callable[[], object]) -> None:
@@ -206,6 +212,12 @@ class GlooSender:
         self._working.add(future)
         future.add_done_callback(self._working.discard)
         return future
+
+
+def _limit_s(transport: Gloo, bucket: Bucket) -> float:
+    if transport.timeout_s is not None:
+        return transport.timeout_s
+    return _LEAST_S + bucket.nbytes / _SLOWEST_BYTES_PER_S
 
 
 def _pack(transport: Gloo, bucket: Bucket) -> "Parcel":

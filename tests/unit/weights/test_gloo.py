@@ -159,7 +159,7 @@ async def test_every_receiver_gets_every_tensor_of_a_source(
 
 
 async def test_workers_are_told_the_fields_of_the_nccl_backend() -> None:
-    sender = await Gloo(bucket_bytes=1 << 20, timeout_s=7).sender(world_size=4, timeout_s=3)
+    sender = await Gloo(bucket_bytes=1 << 20).sender(world_size=4, timeout_s=3)
     info = dict(sender.init_info)
     assert 0 < info.pop("master_port") < 1 << 16
     assert info == {
@@ -168,8 +168,38 @@ async def test_workers_are_told_the_fields_of_the_nccl_backend() -> None:
         "packed": True,
         "packed_buffer_size_bytes": 1 << 20,
         "packed_num_buffers": 2,
-        "timeout_s": 7,
+        "timeout_s": 3,
     }
+    await sender.aclose()
+
+
+@pytest.mark.parametrize(
+    ("transport", "mebibytes", "limit_s"),
+    [
+        (Gloo(), 0, 30),
+        (Gloo(), 256, 62),
+        (Gloo(bucket_bytes=1 << 20), 2048, 286),  # one tensor, larger than a bucket
+        (Gloo(timeout_s=7), 2048, 7),
+    ],
+)
+async def test_a_bucket_gets_the_time_that_its_size_asks_and_receivers_a_little_more(
+    transport: Gloo, mebibytes: int, limit_s: float
+) -> None:
+    sender = await transport.sender(world_size=2, timeout_s=3)
+    meta = TensorMeta(name="w", dtype="uint8", shape=(mebibytes, 1 << 20))
+    data = np.broadcast_to(np.uint8(0), meta.shape)
+    info = sender.wire(Bucket((meta,), (data,)), in_process=False).update_info
+    await sender.aclose()
+    assert info["timeout_s"] == limit_s + 5
+
+
+async def test_a_receiver_waits_as_long_as_its_update_call_says(peers: list[Peer]) -> None:
+    sender = await joined(peers, Gloo(timeout_s=LIMIT_S))
+    started = time.monotonic()
+    peers[0].ask("receive", ["w"], ["uint8"], [[1]], timeout_s=0.3)
+    answer = await anyio.to_thread.run_sync(peers[0].answer)
+    assert "limit 0.3 s" in (answer.error or "")
+    assert time.monotonic() - started < AT_ONCE_S
     await sender.aclose()
 
 
