@@ -5,8 +5,9 @@ shielded task of its own, so that a cancellation is an event of the table and no
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic, Literal, TypeVar
 
 import anyio
@@ -23,6 +24,7 @@ from genapi.errors import (
 )
 from genapi.events import Observe, PhaseEnded, PhaseStarted, SenderProgress
 from genapi.fleet import Fleet
+from genapi.groups import Group, leave
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import Probe
@@ -32,7 +34,6 @@ from genapi.publication.digest import group_digest, plan_digest
 from genapi.publication.evidence import Answer, Observed, Op
 from genapi.publication.manifest import describe, explain
 from genapi.publication.plan import PausePlan
-from genapi.publication.ranks import RankPlan
 from genapi.publication.table import READS, Act, Phase
 from genapi.publication.transaction import (
     Abandon,
@@ -41,6 +42,7 @@ from genapi.publication.transaction import (
     ActFailed,
     Answered,
     Ask,
+    Broke,
     Cancelled,
     Command,
     Cut,
@@ -67,20 +69,12 @@ from genapi.weights.base import (
 from genapi.weights.staging import Stage, plan_buckets
 from genapi.wire.flow import Flow
 
-__all__ = ("Drive", "Group", "Times")
+__all__ = ("Drive", "Times")
 
 T = TypeVar("T")
 
 _RETRY_WAITS_S = (0.1, 0.4, 1.5)
 _UNANSWERED = (Observed.LOST, Observed.NOT_SENT)
-
-
-@dataclass(slots=True)
-class Group:
-    """A transfer group that stands, for exactly these lives of these workers."""
-
-    key: tuple[WorkerId, ...]
-    sender: Sender
 
 
 @dataclass(slots=True)
@@ -136,10 +130,9 @@ class Drive:
         version: PolicyVersion,
         source: WeightSource,
         transport: WeightTransport,
-        ranks: RankPlan,
+        groups: Sequence[Group],
         plan: PausePlan,
         timeouts: PublishTimeouts,
-        group: Group | None,
         ledger: Ledger,
         left_out: Mapping[WorkerId, Fence | None],
         probe: Probe,
@@ -148,14 +141,13 @@ class Drive:
     ) -> None:
         self.tx = tx
         self.times = Times()
-        self.group = group
         self.cause: BaseException | None = None
         self._fleet = fleet
         self._admin: Admin = fleet.provider.admin
         self._members = members
         self._version = version
         self._transport = transport
-        self._ranks = ranks
+        self._groups = groups
         self._plan = plan
         self._timeouts = timeouts
         self._ledger = ledger
@@ -176,14 +168,15 @@ class Drive:
             stage_bytes=transport.stage_bytes,
             on_progress=self._gathered,
         )
-        self._sender: _Slot[Sender] = _Slot()
-        if group is not None:
-            self._sender.put(group.sender)
+        self._senders = [_Slot[Sender]() for _ in groups]
+        for slot, group in zip(self._senders, groups, strict=True):
+            if group.sender is not None:
+                slot.put(group.sender)
         self._bucket: _Slot[Bucket] = _Slot()
         self._deliveries: dict[WorkerId, Delivery] = {}
         self._buckets_left = 0
         self._ends: tuple[int, ...] = ()
-        self._digests: dict[str, str] = {}
+        self._digests: dict[int, dict[str, str]] = {}
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._scopes: set[anyio.CancelScope] = set()
         self._cancelled = False
@@ -219,7 +212,7 @@ class Drive:
             with anyio.CancelScope(shield=True):
                 async with asyncio.TaskGroup() as tasks, self._stage:
                     await self._walk(tasks)
-                await self._leave_group()
+                await leave(self._broken())
         finally:
             ended.set()
 
@@ -245,8 +238,8 @@ class Drive:
                     tasks.create_task(self._ask(worker, op, retries=tx.row.retries))
                 case Acted(act):
                     tasks.create_task(self._act(act))
-                case Abandon():
-                    self._abandon()
+                case Abandon(group):
+                    self._abandon(group)
                 case Cut():
                     for scope in self._scopes:
                         scope.cancel()
@@ -324,10 +317,10 @@ class Drive:
             case Op.INSPECT:
                 return await self._inspect(worker)
             case Op.JOIN:
-                sender = await self._sender.get()
-                offset = self._ranks.offsets[worker]
-                info = {**sender.init_info, **self._digest(sender, of="group")}
-                backend = self._transport.backend
+                sender = await self._sender_of(worker)
+                group = self._groups[self.tx.workers[worker].group]
+                info = {**sender.init_info, **self._digest(worker, sender, of="group")}
+                offset, backend = group.ranks.offsets[worker], self._transport.backend
                 flow = self._admin.join(info, rank_offset=offset, backend=backend)
                 return await self._flow(worker, op, flow)
             case Op.UPDATE:
@@ -440,42 +433,69 @@ class Drive:
         return Answer(Observed.DONE, facts={**seen, "scores": scores})
 
     async def _update(self, worker: WorkerId) -> Answer:
-        sender, bucket = await self._sender.get(), await self._bucket.get()
+        sender, bucket = await self._sender_of(worker), await self._bucket.get()
         in_process = self._fleet.control.in_process
         wire = sender.wire(bucket, in_process=in_process)
         sent = self.times.bytes_sent
         sent[worker] = sent.get(worker, 0) + bucket.nbytes
         if wire.attachment is not None:
             self._deliveries[worker] = wire.attachment
-        info = {**wire.update_info, **self._digest(sender, of="plan")}
+        info = {**wire.update_info, **self._digest(worker, sender, of="plan")}
         flow = self._admin.update(info, attachment=wire.attachment)
         return await self._flow(worker, Op.UPDATE, flow)
 
-    def _digest(self, sender: Sender, *, of: Literal["group", "plan"]) -> dict[str, str]:
+    def _digest(
+        self, worker: WorkerId, sender: Sender, *, of: Literal["group", "plan"]
+    ) -> dict[str, str]:
         """What the backend is told to agree on, where it is one that compares."""
         if not self._transport.digests:
             return {}
-        if not self._digests:
-            group = group_digest(self._transport.backend, sender.init_info, self._ranks.offsets)
+        number = self.tx.workers[worker].group
+        if number not in self._digests:
+            offsets = self._groups[number].ranks.offsets
+            group = group_digest(self._transport.backend, sender.init_info, offsets)
             plan = plan_digest(group, self._stage.manifest, self._ends)
-            self._digests = {"group": group, "plan": plan}
-        return {"digest": self._digests[of]}
+            self._digests[number] = {"group": group, "plan": plan}
+        return {"digest": self._digests[number][of]}
+
+    async def _sender_of(self, worker: WorkerId) -> Sender:
+        return await self._senders[self.tx.workers[worker].group].get()
 
     async def _act(self, act: Act) -> None:
-        limit_s = self._act_limit_s(act)
-        outcome: ActDone | ActFailed = ActFailed(act, f"not done within {limit_s:g} s")
-        with self._bounded(limit_s) as scope:
-            try:
-                outcome = ActDone(act, more=await self._acts[act](self))
-            except Exception as error:  # noqa: BLE001 - a source may raise anything
-                self.blame(error)
-                outcome = ActFailed(act, f"{type(error).__name__}: {error}")
-        self._scopes.discard(scope)
-        if isinstance(outcome, ActFailed):
-            if act is Act.JOIN:
-                self._sender.put(None)
+        error, more = await self._tried(self._act_limit_s(act), partial(self._acts[act], self))
+        if error is not None:
             self._bucket.put(None)
-        self._inbox.put_nowait(outcome)
+            self._inbox.put_nowait(ActFailed(act, error))
+            return
+        if act in (Act.JOIN, Act.SEND):
+            async with asyncio.TaskGroup() as tasks:
+                for number in self._acted_on(act):
+                    tasks.create_task(self._act_in_group(act, number))
+        self._inbox.put_nowait(ActDone(act, more=bool(more)))
+
+    def _acted_on(self, act: Act) -> list[int]:
+        return sorted(self.tx.whole - (self.tx.standing if act is Act.JOIN else set()))
+
+    async def _act_in_group(self, act: Act, number: int) -> None:
+        """Do the part of one group; when it fails the others know nothing of it."""
+        what = {Act.JOIN: self._join, Act.SEND: self._send}[act]
+        error, _ = await self._tried(self._act_limit_s(act), partial(what, number))
+        if error is not None:
+            self._senders[number].put(None)  # whoever still waits for it
+            self._inbox.put_nowait(Broke(act, number, error))
+
+    async def _tried(
+        self, limit_s: float, what: Callable[[], Awaitable[T]]
+    ) -> tuple[str | None, T | None]:
+        """What came of it in time: an error in words or None, and what it returned."""
+        error: str | None = f"not done within {limit_s:g} s"
+        with self._bounded(limit_s):
+            try:
+                return None, await what()
+            except Exception as raised:  # noqa: BLE001 - a source may raise anything
+                self.blame(raised)
+                error = f"{type(raised).__name__}: {raised}"
+        return error, None
 
     async def _act_stage(self) -> bool:
         await self._stage.prepare()
@@ -502,21 +522,26 @@ class Drive:
             )
 
     async def _act_join(self) -> bool:
-        sender = await self._transport.sender(
-            world_size=self._ranks.world_size, timeout_s=self._timeouts.group_s
+        return False  # all of it is done in each group
+
+    async def _join(self, number: int) -> None:
+        group = self._groups[number]
+        group.sender = await self._transport.sender(
+            world_size=group.ranks.world_size, timeout_s=self._timeouts.group_s
         )
-        self.group = Group(tuple(self._members), sender)
-        self._sender.put(sender)
-        await sender.join()
-        return False
+        self._senders[number].put(group.sender)
+        await group.sender.join()
 
     async def _act_send(self) -> bool:
-        sender = await self._sender.get()
-        bucket = await anext(self._stage)
-        self._bucket.put(bucket)
-        await sender.send(bucket)
+        """Gather the next bucket, once for all groups; each is then sent it."""
+        self._bucket.put(await anext(self._stage))
         self._buckets_left -= 1
         return self._buckets_left > 0
+
+    async def _send(self, number: int) -> None:
+        sender, bucket = await self._senders[number].get(), await self._bucket.get()
+        if number not in self.tx.broken:
+            await sender.send(bucket)
 
     async def _act_intend(self) -> bool:
         now = {worker: progress.fence for worker, progress in self.tx.workers.items()}
@@ -558,18 +583,19 @@ class Drive:
         Op.CLOSE: lambda self: self._admin.close(),
     }
 
-    def _abandon(self) -> None:
-        self._stage.abandon()
-        if self.group is not None:
-            self.group.sender.abandon()
+    def _abandon(self, number: int) -> None:
+        if not self.tx.whole:
+            self._stage.abandon()
+        sender = self._groups[number].sender
+        if sender is not None:
+            sender.abandon()
 
-    async def _leave_group(self) -> None:
-        """A group that a failure may have reached is of no further use."""
-        begun = any(Op.BEGIN in p.asked for p in self.tx.workers.values())
-        broken = self.tx.failed and (self.tx.abandoned or begun)
-        if broken and self.group is not None:
-            group, self.group = self.group, None
-            await group.sender.aclose()
+    def _broken(self) -> list[Group]:
+        """Groups that a failure may have reached, which are of no further use."""
+        touched = {p.group for p in self.tx.workers.values() if Op.BEGIN in p.asked}
+        unproved = {p.group for p in self.tx.workers.values() if not is_proved(self.tx, p)}
+        broken = self.tx.broken | (touched & unproved)
+        return [self._groups[number] for number in sorted(broken)]
 
     def _gathered(self, done: int, total: int) -> None:
         self._observe(

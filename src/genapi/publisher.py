@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -9,7 +10,7 @@ from typing import Any, Literal, Self
 import anyio
 
 from genapi.control import fan_out
-from genapi.drive import Drive, Group
+from genapi.drive import Drive
 from genapi.errors import (
     AuthError,
     ConfigError,
@@ -23,6 +24,7 @@ from genapi.errors import (
 )
 from genapi.events import WorkerLeftOut
 from genapi.fleet import Fleet
+from genapi.groups import Group, leave, regroup
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import PROBE_IDS, Probe
@@ -35,7 +37,7 @@ from genapi.publication.numbering import (
     version_to_publish,
 )
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
-from genapi.publication.ranks import Ranked, check_ranks, plan_ranks
+from genapi.publication.ranks import Ranked, RankPlan, plan_groups
 from genapi.publication.transaction import Progress, Transaction, conclude, fence
 from genapi.publication.verification import Checks, found_of, levels_of
 from genapi.types.board import BoardState
@@ -68,7 +70,6 @@ Restarter = Callable[[WorkerId, str], Awaitable[None]]
 _READ_AGAIN_S = 0.5
 
 _LATER: Mapping[str, Any] = {
-    "max_workers_per_group": None,
     "at_most": None,
     "latest_only": False,
 }
@@ -125,7 +126,9 @@ class WeightPublisher:
                 refuses connections, gives no answer or has to be restarted is then left out from
                 the start, with a receipt, until it is back.
             min_workers: goes with `on_partial="serve"`, at least 1.
-            max_workers_per_group: comes later.
+            max_workers_per_group: most workers that one failed collective reaches: they are divided
+                into groups of at most so many, which get every bucket side by side. None = one
+                group of all.
             restarter: `async (worker, url)`: restarts a server that needs it. It is called before a
                 publication for every worker that cannot be healed, or that refused connections, was
                 not ready or gave no answer for `preflight_s` when it was read once more; and again
@@ -133,10 +136,12 @@ class WeightPublisher:
 
         Raises:
             ConfigError: the cache decisions do not fit the mode, an unknown level, or probe ids
-                that cannot be scored.
-            UnsupportedError: an option that is not supported yet.
+                that cannot be scored, or a number below 1.
         """
-        _only_now(max_workers_per_group=max_workers_per_group)
+        if max_workers_per_group is not None and max_workers_per_group < 1:
+            raise ConfigError(
+                f"max_workers_per_group={max_workers_per_group!r}: pass at least 1, or None"
+            )
         too_few = min_workers is not None and min_workers < 1
         if (on_partial == "serve") != (min_workers is not None) or too_few:
             raise ConfigError(
@@ -150,7 +155,8 @@ class WeightPublisher:
         self._transport = transport
         self._plan = PausePlan(mode, in_flight_kv, prefix_cache)
         self._timeouts = timeouts or PublishTimeouts()
-        self._group: Group | None = None
+        self._groups: tuple[Group, ...] = ()
+        self._max_workers_per_group = max_workers_per_group
         self._attempts: dict[int, int] = {}
         self._manifest: tuple[TensorMeta, ...] | None = None
         self._ledger = Ledger(fleet.board)
@@ -176,31 +182,30 @@ class WeightPublisher:
         return self._probe.ids
 
     async def aclose(self) -> None:
-        """Leave the transfer group on both sides. Bounded; workers keep what they hold."""
-        group, self._group = self._group, None
-        if group is None:
-            return
+        """Leave the transfer groups on both sides. Bounded; workers keep what they hold."""
+        groups, self._groups = self._groups, ()
+        members = {w for group in groups if group.sender is not None for w in group.ranks.offsets}
         try:
             with anyio.move_on_after(self._timeouts.cleanup_s, shield=True):
-                await self._leave(group)
+                await self._have_left(members)
         finally:
-            await group.sender.aclose()
+            await leave(groups)
 
-    async def _leave(self, group: Group) -> None:
-        fleet, leave = self._fleet, self._fleet.provider.admin.leave
-        if not fleet.is_open:
+    async def _have_left(self, workers: AbstractSet[WorkerId]) -> None:
+        fleet, admin = self._fleet, self._fleet.provider.admin
+        if not workers or not fleet.is_open:
             return
         await fan_out(
             {
                 member.url: partial(
                     fleet.control.run,
                     member.url,
-                    leave(),
+                    admin.leave(),
                     operation="leave",
                     timeout_s=self._timeouts.cleanup_s,
                 )
                 for member in fleet.membership.members.values()
-                if member.id in group.key
+                if member.id in workers
             }
         )
 
@@ -338,7 +343,7 @@ class WeightPublisher:
         left_out = await self._leave_out(everyone, version)
         members = {worker: m for worker, m in everyone.items() if worker not in left_out}
         _check_reached(members.values())
-        await self._drop_group_unless(tuple(members))
+        self._groups = await regroup(self._groups, self._rank_plans(members))
         drive = self._drive(version, source, members, plan=plan, checks=checks, left_out=left_out)
         self._fleet.membership.publishing = True
         try:
@@ -346,7 +351,6 @@ class WeightPublisher:
         finally:
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
-            self._group = drive.group
             report = self._settle(drive, everyone, version, left_out)
             await self._write_end(drive, everyone, report)
         if report.committed:
@@ -477,11 +481,16 @@ class WeightPublisher:
             message = f"the board did not take the end within cleanup_s={limit_s:g}"
             drive.blame(TransportError(message, phase="may_have_run"))
 
-    async def _drop_group_unless(self, key: tuple[WorkerId, ...]) -> None:
-        """A group of other lives than these is left; its workers leave it by joining the next."""
-        if self._group is not None and self._group.key != key:
-            group, self._group = self._group, None
-            await group.sender.aclose()
+    def _rank_plans(self, members: Mapping[WorkerId, Member]) -> list[RankPlan]:
+        facts = {w: m.facts for w, m in members.items() if m.facts is not None}
+        try:
+            return plan_groups(
+                [Ranked(w, f.ranks, f.dp_group) for w, f in facts.items()],
+                {w: f.places for w, f in facts.items()},
+                at_most=self._max_workers_per_group,
+            )
+        except ValueError as error:
+            raise FleetError(str(error)) from None
 
     @property
     def _salted(self) -> bool:
@@ -584,16 +593,15 @@ class WeightPublisher:
         checks: Checks,
         left_out: Mapping[WorkerId, Receipt],
     ) -> Drive:
-        facts = {w: m.facts for w, m in members.items() if m.facts is not None}
-        try:
-            ranks = plan_ranks(Ranked(w, f.ranks, f.dp_group) for w, f in facts.items())
-            check_ranks(ranks, {w: f.places for w, f in facts.items()})
-        except ValueError as error:
-            raise FleetError(str(error)) from None
+        groups = self._groups
         tx = Transaction(
             label=version.label,
-            workers={worker: Progress(fence=m.fence) for worker, m in members.items()},
-            join=self._group is None,
+            workers={
+                worker: Progress(fence=members[worker].fence, group=number)
+                for number, group in enumerate(groups)
+                for worker in group.ranks.offsets
+            },
+            standing=frozenset(n for n, g in enumerate(groups) if g.sender is not None),
             finish_sets_label=self._fleet.provider.admin.finish_sets_label,
             marks=self._fleet.provider.admin.marks,
             acknowledged=self._transport.acknowledges,
@@ -607,10 +615,9 @@ class WeightPublisher:
             version=version,
             source=source,
             transport=self._transport,
-            ranks=ranks,
+            groups=groups,
             plan=plan,
             timeouts=self._timeouts,
-            group=self._group,
             ledger=self._ledger,
             left_out={worker: receipt.fence for worker, receipt in left_out.items()},
             probe=self._probe,

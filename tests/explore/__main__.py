@@ -13,6 +13,11 @@ SETTINGS = (
     Setting(workers=2, faults=1, second_faults=0, acknowledged=False),
     Setting(workers=2, faults=1, second_faults=0, finish_sets_label=False),
     Setting(workers=2, faults=1, second_faults=0, min_workers=1),
+    *(
+        Setting(workers=2, groups=2, faults=1, second_faults=0, min_workers=m, finish_sets_label=f)
+        for m, f in ((None, True), (None, False), (1, True), (1, False))
+    ),
+    Setting(workers=3, groups=2, faults=1, second_faults=0, min_workers=1),
     Setting(workers=2, faults=2, second_faults=0),
     Setting(workers=2, faults=1, second_faults=1),
     Setting(workers=3, faults=1, second_faults=0),

@@ -143,7 +143,7 @@ class Rivals:
 def _shape(tx: Transaction | None) -> object:
     if tx is None:
         return None
-    return (tx.phase, tx.acting, tx.more, tx.updates, tx.failed, tx.abandoned, tx.committed)
+    return (tx.phase, tx.acting, tx.more, tx.updates, tx.failed, tx.broken, tx.committed)
 
 
 def _check_workers(both: Both) -> None:

@@ -21,6 +21,8 @@ SEARCHES = (
     Setting(workers=1, faults=1, second_faults=0, join=False),
     Setting(workers=2, faults=1, second_faults=0),
     Setting(workers=2, faults=1, second_faults=0, min_workers=1),
+    Setting(workers=2, groups=2, faults=1, second_faults=0),
+    Setting(workers=2, groups=2, faults=1, second_faults=0, min_workers=1),
 )
 
 
@@ -33,6 +35,8 @@ def changes(row: Row) -> Iterator[tuple[str, Row]]:
                 yield f"asks {who}", replace(row, who=who)
     if row.act is not None:
         yield "does nothing itself", replace(row, act=None)
+    yield "breaks otherwise", replace(row, breaks=not row.breaks)
+    yield "is alone otherwise", replace(row, alone=not row.alone)
     yield "tolerates otherwise", replace(row, tolerates=LOST - row.tolerates)
     if row.then is not row.otherwise:
         yield "goes on whatever happens", replace(row, otherwise=row.then)

@@ -21,6 +21,7 @@ from genapi.publication.transaction import (
     ActDone,
     ActFailed,
     Answered,
+    Broke,
     Cancelled,
     Event,
     Progress,
@@ -52,8 +53,8 @@ from tests.support.workers_model import (
     Truth,
     broken_off,
     fates,
-    may_send,
     react,
+    unsent,
 )
 
 _UP_TO_VERIFY = list(Phase)[: list(Phase).index(Phase.COMMIT)]
@@ -82,6 +83,7 @@ class Setting:
 
     Attributes:
         workers: how many.
+        groups: in how many transfer groups they are.
         faults: most things that go wrong in the first attempt; each answer but the good one, each
             failure of the publisher's own part and a cancellation count as one.
         second_faults: the same for the second attempt.
@@ -94,6 +96,7 @@ class Setting:
     """
 
     workers: int = 2
+    groups: int = 1
     faults: int = 2
     second_faults: int = 1
     acknowledged: bool = True
@@ -276,11 +279,14 @@ class Search:
         ]
         tx = Transaction(
             label=version.label,
-            workers={w: Progress(fence=f) for w, f in zip(self.ids, fences, strict=True)},
+            workers={
+                w: Progress(fence=f, group=number * self.setting.groups // len(self.ids))
+                for number, (w, f) in enumerate(zip(self.ids, fences, strict=True))
+            },
             acknowledged=self.setting.acknowledged,
             finish_sets_label=self.setting.finish_sets_label,
             marks=self.setting.marks,
-            join=self.setting.join,
+            standing=frozenset(() if self.setting.join else range(self.setting.groups)),
             min_workers=self.setting.min_workers,
         )
         held = [truth.label for truth in truths.values()]
@@ -316,16 +322,13 @@ class Search:
                 if same in told:
                     continue
                 told.add(same)
-                expected = fate is Fate.DONE or (fate is Fate.PEER_LOST and tx.abandoned)
+                broken = tx.workers[worker].group in tx.broken
+                expected = fate is Fate.DONE or (fate is Fate.PEER_LOST and broken)
                 text = f"{op} on {worker.instance}: {fate}"
                 event = Answered(worker, op, answer)
                 yield event, {**truths, worker: truth}, not expected, text
-        if tx.acting is not None and not (tx.waiting and tx.acting is Act.SEND and tx.acknowledged):
-            act = tx.acting
-            if act is not Act.SEND or may_send(tx, truths):
-                more = act is Act.SEND and tx.updates < BUCKETS
-                yield ActDone(act, more), truths, False, f"{act} is done"
-            yield ActFailed(act, "no"), truths, not tx.abandoned, f"{act} fails"
+        for acted, cost in _acts(tx, truths):
+            yield acted, truths, cost, str(acted)
         if not tx.failed and tx.row.on_cancel != "go_on":
             yield Cancelled(), truths, True, "cancelled"
 
@@ -402,7 +405,7 @@ class Search:
             tx.more,
             tx.updates,
             tx.failed,
-            tx.abandoned,
+            tx.broken,
             tx.committed,
             *sorted(self._local(node, worker) for worker in self.ids),
         )
@@ -421,11 +424,29 @@ class Search:
                 if exact or op in READ_LATER
             ),
             progress.dead,
+            progress.group,
             None if failure is None else (failure[0], failure[1].observed),
             None if progress.fence is None else progress.fence.recovery,
             next((op for w, op in node.tx.waiting if w == worker), None),
         )
         return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _acts(tx: Transaction, truths: Mapping[WorkerId, Truth]) -> Iterator[tuple[Event, bool]]:
+    """What may become of the publisher's own part, and whether something goes wrong then."""
+    act = tx.acting
+    if act is None:
+        return
+    if tx.waiting and act is Act.SEND and tx.acknowledged:
+        return
+    late = unsent(tx, truths) & tx.whole if act is Act.SEND else frozenset()
+    if not late:
+        yield ActDone(act, more=act is Act.SEND and tx.updates < BUCKETS), False
+    if act in (Act.JOIN, Act.SEND):
+        for group in tx.whole - tx.standing if act is Act.JOIN else tx.whole:
+            yield Broke(act, group, "no"), True
+    if act not in (Act.JOIN, Act.SEND) or len(tx.whole) > 1:
+        yield ActFailed(act, "no"), True
 
 
 def _next_version(start: Start) -> PolicyVersion | None:
@@ -451,9 +472,9 @@ def _attempt(tx: Transaction) -> int:
     return version.attempt if version is not None and version.step == 3 else 0
 
 
-def _progress(tx: Transaction) -> tuple[int, int, int]:
+def _progress(tx: Transaction) -> tuple[int, int, int, int]:
     open_calls = len(tx.waiting) + (tx.acting is not None)
-    return RANK[tx.phase], tx.updates, -open_calls
+    return RANK[tx.phase], tx.updates, -open_calls, len(tx.broken)
 
 
 def _crashed(truth: Truth, call: Call) -> tuple[Truth, ...]:

@@ -38,6 +38,16 @@ def test_two_workers_one_failure_anywhere_and_whatever_comes_after(tell: Tell) -
     assert found.states > 10_000
 
 
+@pytest.mark.parametrize(("min_workers", "finish_sets_label"), [(None, True), (1, False)])
+def test_two_groups_of_one_worker_and_one_failure_anywhere(
+    tell: Tell, min_workers: int | None, finish_sets_label: bool
+) -> None:
+    setting = Setting(workers=2, groups=2, faults=1, second_faults=0, min_workers=min_workers)
+    found = Search(replace(setting, finish_sets_label=finish_sets_label)).run()
+    tell(str(found))
+    assert found.states > 10_000
+
+
 def test_one_worker_and_every_failure_at_every_place(tell: Tell) -> None:
     found = Search(Setting(workers=1, faults=ALL, second_faults=0)).run()
     tell(str(found))

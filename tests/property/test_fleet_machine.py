@@ -266,6 +266,7 @@ class World:
             self.fleets[number],
             transport=genapi.weights.Memory(bucket_tensors=1),
             timeouts=TIMEOUTS,
+            max_workers_per_group=(None, 1)[number],
         )
 
     def publish(self, number: int, step: int, **plan: str) -> Publication:

@@ -20,6 +20,7 @@ from genapi.publication.transaction import (
     ActFailed,
     Answered,
     Ask,
+    Broke,
     Cancelled,
     Command,
     Cut,
@@ -43,8 +44,8 @@ from tests.support.workers_model import (
     Fate,
     Truth,
     fates,
-    may_send,
     react,
+    unsent,
 )
 
 
@@ -52,7 +53,12 @@ class World:
     """Workers, the sender, and the calls that are open."""
 
     def __init__(
-        self, draw: st.DataObject, *, names: int, acknowledged: bool, finish_sets_label: bool
+        self,
+        draw: st.DataObject,
+        *,
+        names: int,
+        acknowledged: bool,
+        finish_sets_label: bool,
     ) -> None:
         self.draw = draw
         self.ids = [WorkerId(provider="vllm", instance=str(i)) for i in range(names)]
@@ -64,10 +70,12 @@ class World:
         # How many good answers there are to each bad one: with few of them no run gets far.
         self.calm = draw.draw(st.sampled_from([1, 10, 100]), label="calm")
         self.open: list[Ask | Acted] = []
+        groups = draw.draw(st.integers(1, 3), label="groups")
         least = st.none() | st.integers(1, names)
         self.tx = Transaction(
             label=NEW,
-            workers={worker: Progress() for worker in self.ids},
+            workers={worker: Progress(group=i % groups) for i, worker in enumerate(self.ids)},
+            standing=frozenset(draw.draw(st.sets(st.integers(0, groups)), label="standing")),
             min_workers=draw.draw(least, label="min_workers"),
             acknowledged=acknowledged,
             finish_sets_label=finish_sets_label,
@@ -93,23 +101,35 @@ class World:
         self.truth = {**self.truth, worker: after}
         return Answered(worker, op, answer)
 
-    def acted(self, act: Act) -> ActDone | ActFailed:
-        able = act is not Act.SEND or may_send(self.tx, self.truth)
+    def acted(self, act: Act) -> ActDone | ActFailed | Broke:
+        late = unsent(self.tx, self.truth) & self.tx.whole if act is Act.SEND else frozenset()
+        for group in late:
+            return Broke(act, group, "not all have taken it")
         succeeds = st.sampled_from([True] * self.calm + [False])
-        if not able or not self.draw.draw(succeeds, label=f"{act} succeeds"):
+        if not self.draw.draw(succeeds, label=f"{act} succeeds"):
             return ActFailed(act, "no")
         return ActDone(act, more=act is Act.SEND and self.tx.updates < BUCKETS)
 
     def step(self) -> None:
-        choices = [c for c in self.open if not self._waits(c)]
-        command = self.draw.draw(st.sampled_from(choices), label="next")
-        self.open.remove(command)
+        choices: list[Ask | Acted | Broke] = [c for c in self.open if not self._waits(c)]
+        broken: list[Ask | Acted | Broke] = [
+            Broke(c.act, group, "no")
+            for c in self.open
+            if isinstance(c, Acted) and c.act in (Act.JOIN, Act.SEND)
+            for group in self.tx.whole
+        ]
+        drawn = st.sampled_from([*choices * self.calm, *broken])
+        command = self.draw.draw(drawn, label="next")
         event: Event
         match command:
             case Ask(worker, op):
                 event = self.answered(worker, op)
             case Acted(act):
                 event = self.acted(act)
+            case Broke():
+                event = command
+        if isinstance(command, Ask | Acted) and not isinstance(event, Broke):
+            self.open.remove(command)  # after a Broke the act goes on with the other groups
         self.take(*advance(self.tx, event))
 
     def _waits(self, command: Ask | Acted) -> bool:
@@ -136,7 +156,12 @@ def test_what_a_publication_does_and_concludes_is_true_of_every_worker(
     acknowledged: bool,
     finish_sets_label: bool,
 ) -> None:
-    world = World(draw, names=names, acknowledged=acknowledged, finish_sets_label=finish_sets_label)
+    world = World(
+        draw,
+        names=names,
+        acknowledged=acknowledged,
+        finish_sets_label=finish_sets_label,
+    )
     world.take(*begin(world.tx))
     for number in range(500):
         if number == cancel_at and not world.tx.ended:

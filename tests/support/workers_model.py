@@ -239,8 +239,10 @@ def _in_session(truth: Truth, call: Call) -> tuple[Truth, Answer]:
     return closed, done
 
 
-def may_send(tx: Transaction, truths: Mapping[WorkerId, Truth]) -> bool:
-    """Whether a sender that acknowledges may say that every worker took the present bucket."""
-    return not tx.acknowledged or all(
-        truth.content[tx.updates - 1] == tx.label for truth in truths.values() if not truth.dead
+def unsent(tx: Transaction, truths: Mapping[WorkerId, Truth]) -> frozenset[int]:
+    """The groups whose sender, which acknowledges, cannot say that all took the present bucket."""
+    return frozenset(
+        tx.workers[worker].group
+        for worker, truth in truths.items()
+        if tx.acknowledged and not truth.dead and truth.content[tx.updates - 1] != tx.label
     )

@@ -132,7 +132,7 @@ async def publish(fleet: genapi.Fleet, state_dict: Mapping[str, npt.NDArray[np.f
         timeouts=genapi.PublishTimeouts(),
         on_partial="serve",
         min_workers=1,
-        max_workers_per_group=None,
+        max_workers_per_group=8,
         restarter=None,
     )
 

@@ -1,11 +1,15 @@
-"""Who has which rank in a transfer group: trainer first, then the rank groups in a stable order."""
+"""Who is in which transfer group, and which rank each has in it: trainer first, then rank groups.
+
+The rule of this file: the order is that of the servers as they are listed, so that the same
+servers are divided and ranked in the same way again.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from genapi.types.ids import WorkerId
 
-__all__ = ("RankPlan", "Ranked", "check_ranks", "plan_ranks")
+__all__ = ("RankPlan", "Ranked", "check_ranks", "divide", "plan_groups", "plan_ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,20 @@ class RankPlan:
     offsets: Mapping[WorkerId, int]
 
 
+def plan_groups(
+    servers: Iterable[Ranked], places: Mapping[WorkerId, Iterable[int]], *, at_most: int | None
+) -> list[RankPlan]:
+    """The checked plan of each transfer group of at most `at_most` of these servers.
+
+    Raises:
+        ValueError: there is none; see `divide`, `plan_ranks` and `check_ranks`.
+    """
+    plans = [plan_ranks(part) for part in divide(servers, at_most=at_most)]
+    for plan in plans:
+        check_ranks(plan, {worker: places[worker] for worker in plan.offsets})
+    return plans
+
+
 def check_ranks(plan: RankPlan, places: Mapping[WorkerId, Iterable[int]]) -> None:
     """Hold a plan against the ranks that the engines will take by their own formula.
 
@@ -56,6 +74,31 @@ def check_ranks(plan: RankPlan, places: Mapping[WorkerId, Iterable[int]]) -> Non
             "trainer is rank 0: every rank has to be taken once; list every server of a "
             "data-parallel group"
         )
+
+
+def divide(servers: Iterable[Ranked], *, at_most: int | None) -> list[list[Ranked]]:
+    """The transfer groups of these servers, of `at_most` each; None = one group.
+
+    Raises:
+        ValueError: servers of one data-parallel group, which cannot be divided, are more.
+    """
+    units: dict[Hashable, list[Ranked]] = {}
+    for server in servers:
+        key: Hashable = server.worker if server.dp_group is None else server.dp_group
+        units.setdefault(key, []).append(server)
+    groups: list[list[Ranked]] = []
+    for unit in units.values():
+        if at_most is not None and len(unit) > at_most:
+            message = (
+                f"max_workers_per_group={at_most}: the {len(unit)} servers of data-parallel group "
+                f"{unit[0].dp_group!r} cannot be divided; make it at least {len(unit)}"
+            )
+            raise ValueError(message)
+        if groups and (at_most is None or len(groups[-1]) + len(unit) <= at_most):
+            groups[-1] += unit
+        else:
+            groups.append(list(unit))
+    return groups
 
 
 def plan_ranks(servers: Iterable[Ranked]) -> RankPlan:

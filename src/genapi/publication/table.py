@@ -64,13 +64,15 @@ class Who(StrEnum):
 
     ALL = "all"
     UNJOINED = "unjoined"
-    """All, when the group does not stand yet."""
+    """Those whose group does not stand yet."""
     MARKABLE = "markable"
     """All, where the engine can be labelled without aborting anything."""
     BROKEN = "broken"
     """Those that a failure left in the middle of an update, here or in another process."""
+    WHOLE = "whole"
+    """Those whose group is not broken."""
     UNLABELLED = "unlabelled"
-    """All, when FINISH did not carry the label."""
+    """Those that finished, when FINISH did not carry the label."""
     PROVED = "proved"
     """Those whose label was read back as the attempt's own."""
     RESUMED = "resumed"
@@ -79,6 +81,8 @@ class Who(StrEnum):
     """Those that serve under the new label and did not pass the probe."""
     BEGUN = "begun"
     """Those that were asked to begin and are not dead."""
+    CUT_OFF = "cut_off"
+    """Those of them whose group is broken."""
     MARKED_CLEAN = "marked_clean"
     """Those that were marked, never asked to begin and not broken before."""
     PAUSED_CLEAN = "paused_clean"
@@ -96,6 +100,8 @@ class Row:
         act: what the publisher does meanwhile; None = nothing.
         then: the next phase when everything asked was done.
         otherwise: the next phase when something failed or the caller cancelled.
+        breaks: whether a failure of one worker breaks its group, and a cancellation breaks all.
+        alone: whether the other groups go on: `otherwise` is for when all are broken.
         tolerates: answers that are no failure here, because a later row decides.
         retries: whether an unanswered operation may be asked again.
         on_cancel: `cut`: what is waited for is given up. `wait`: it is awaited (bounded), since an
@@ -108,6 +114,8 @@ class Row:
     ask: Op | None = None
     who: Who = Who.ALL
     act: Act | None = None
+    breaks: bool = False
+    alone: bool = False
     tolerates: frozenset[Observed] = frozenset()
     retries: bool = False
     on_cancel: Literal["cut", "wait", "go_on"] = "go_on"
@@ -128,6 +136,7 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
             ask=Op.JOIN,
             who=Who.UNJOINED,
             act=Act.JOIN,
+            breaks=True,
             on_cancel="wait",
         ),
         Phase.PAUSE: Row(
@@ -147,21 +156,31 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
         ),
         Phase.HEAL: Row(Phase.BEGIN, Phase.UNMARK, ask=Op.HEAL, who=Who.BROKEN, on_cancel="wait"),
         # From here on nobody resumes without proof.
-        Phase.BEGIN: Row(Phase.TRANSFER, Phase.CLOSE, ask=Op.BEGIN, on_cancel="wait"),
+        Phase.BEGIN: Row(
+            Phase.TRANSFER,
+            Phase.CLOSE,
+            ask=Op.BEGIN,
+            breaks=True,
+            alone=True,
+            on_cancel="wait",
+        ),
         # A lost reply goes on to FINISH, whose answer decides, if the sender knows that every
         # worker took the bucket.
         Phase.TRANSFER: Row(
             Phase.FINISH,
             Phase.CLOSE,
             ask=Op.UPDATE,
+            who=Who.WHOLE,
             act=Act.SEND,
+            breaks=True,
+            alone=True,
             tolerates=_LOST,
             on_cancel="wait",
         ),
-        Phase.FINISH: Row(Phase.LABEL, Phase.EXAMINE, ask=Op.FINISH, tolerates=_LOST),
+        Phase.FINISH: Row(Phase.LABEL, Phase.LABEL, ask=Op.FINISH, who=Who.WHOLE, tolerates=_LOST),
         Phase.LABEL: Row(
             Phase.VERIFY,
-            Phase.EXAMINE,
+            Phase.CLOSE,
             ask=Op.LABEL,
             who=Who.UNLABELLED,
             tolerates=_LOST,
@@ -176,7 +195,7 @@ TABLE: Mapping[Phase, Row] = MappingProxyType(
         Phase.SHUT: Row(Phase.OPEN, Phase.OPEN, ask=Op.SHUT, who=Who.DOUBTED, retries=True),
         Phase.OPEN: Row(Phase.DONE, Phase.DONE),
         # Ways out after a failure.
-        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.BEGUN),
+        Phase.CLOSE: Row(Phase.EXAMINE, Phase.EXAMINE, ask=Op.CLOSE, who=Who.CUT_OFF),
         Phase.EXAMINE: Row(Phase.HELD, Phase.HELD, ask=Op.READ, who=Who.BEGUN, retries=True),
         Phase.UNMARK: Row(
             Phase.RELEASE, Phase.RELEASE, ask=Op.UNMARK, who=Who.MARKED_CLEAN, retries=True

@@ -6,6 +6,7 @@ that proves; `fence` says what keeps traffic from the worker meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -24,6 +25,7 @@ __all__ = (
     "Acted",
     "Answered",
     "Ask",
+    "Broke",
     "Cancelled",
     "Command",
     "Cut",
@@ -64,11 +66,20 @@ class ActFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Broke:
+    """The publisher's part failed for one group; it goes on with the others."""
+
+    act: Act
+    group: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The caller does not want the publication any more."""
 
 
-Event = Answered | ActDone | ActFailed | Cancelled
+Event = Answered | ActDone | ActFailed | Broke | Cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,9 @@ class Acted:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Destroy the trainer's end of the transfer now, so that receivers fail at once."""
+    """Destroy the trainer's end of one group now, so that its receivers fail at once."""
+
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ class Progress:
         failure: the first answer that was not what the row needed.
         fence: the fence it had at the start.
         open: the operation that it has not answered yet.
+        group: the transfer group it is in.
     """
 
     asked: tuple[Op, ...] = ()
@@ -116,6 +130,7 @@ class Progress:
     failure: tuple[Op, Answer] | None = None
     fence: Fence | None = None
     open: Op | None = None
+    group: int = 0
 
     def did(self, op: Op) -> bool:
         """Whether it answered that it did `op`."""
@@ -147,7 +162,7 @@ class Transaction:
     Attributes:
         label: the label that proves this attempt.
         workers: what happened to each, in rank order.
-        join: whether the group has to be built first.
+        standing: groups that need not be built, because they stand since an earlier publication.
         finish_sets_label: whether FINISH carries the label.
         marks: whether a write-ahead label is set before BEGIN.
         acknowledged: whether a finished SEND proves that every worker took the bucket.
@@ -159,14 +174,14 @@ class Transaction:
         more: whether another bucket follows the one being sent.
         updates: how many buckets were begun.
         failed: whether it can no longer commit.
-        abandoned: whether the sender's end is destroyed.
+        broken: groups whose trainer's end is destroyed, and whose workers go no further.
         committed: whether every worker was proved to hold the version.
         error: the first failure, in words.
     """
 
     label: str
     workers: Mapping[WorkerId, Progress]
-    join: bool = True
+    standing: frozenset[int] = frozenset()
     finish_sets_label: bool = True
     marks: bool = True
     acknowledged: bool = False
@@ -178,7 +193,7 @@ class Transaction:
     more: bool = False
     updates: int = 0
     failed: bool = False
-    abandoned: bool = False
+    broken: frozenset[int] = frozenset()
     committed: bool = False
     error: str | None = None
 
@@ -186,6 +201,11 @@ class Transaction:
     def ended(self) -> bool:
         """Whether nothing more will happen."""
         return self.phase in (Phase.DONE, Phase.RELEASED, Phase.HELD)
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """Groups that are not broken."""
+        return frozenset(p.group for p in self.workers.values()) - self.broken
 
     @property
     def row(self) -> Row:
@@ -222,10 +242,13 @@ def advance(tx: Transaction, event: Event) -> Step:
         case ActDone(act, more):
             tx = replace(_acted(tx, act), more=more)
         case ActFailed(act, error):
-            tx, commands = _fail(_acted(tx, act), f"{act}: {error}")
+            tx, commands = _fail(_acted(tx, act), f"{act}: {error}", tx.whole)
+        case Broke(act, group, error):
+            _acted(tx, act)
+            tx, commands = _fail(tx, f"{act}: {error}", {group})
         case Cancelled():
             if tx.row.on_cancel != "go_on":
-                tx, commands = _fail(tx, "cancelled")
+                tx, commands = _fail(tx, "cancelled", tx.whole)
             if tx.row.on_cancel == "cut":
                 commands = (*commands, Cut())
     if tx.unanswered or tx.acting is not None:
@@ -247,7 +270,7 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
         raise ValueError(message)
     if op is Op.READ and tx.phase is Phase.VERIFY and answer.done:
         answer = _checked_label(tx, answer)
-    fails = not answer.done and not _tolerated(tx, answer)
+    fails = not answer.done and not _tolerated(tx, before, answer)
     progress = replace(
         before,
         answers={**before.answers, op: answer},
@@ -258,7 +281,7 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
     tx = replace(tx, workers=workers, unanswered=tx.unanswered - 1)
     if not fails:
         return tx, ()
-    return _fail(tx, f"{op} on {worker}: {answer.observed}: {answer.detail}")
+    return _fail(tx, f"{op} on {worker}: {answer.observed}: {answer.detail}", {before.group})
 
 
 def _checked_label(tx: Transaction, answer: Answer) -> Answer:
@@ -268,20 +291,21 @@ def _checked_label(tx: Transaction, answer: Answer) -> Answer:
     return replace(answer, observed=Observed.OTHER_LABEL, detail=detail)
 
 
-def _tolerated(tx: Transaction, answer: Answer) -> bool:
+def _tolerated(tx: Transaction, progress: Progress, answer: Answer) -> bool:
     if answer.observed not in tx.row.tolerates:
         return False
     if tx.phase is Phase.FINISH:
         # A label that is set by a call of its own would not show that the session is closed.
         return tx.finish_sets_label
-    return tx.phase is not Phase.TRANSFER or (tx.acknowledged and not tx.failed)
+    if tx.phase is not Phase.TRANSFER:
+        return True
+    return tx.acknowledged and progress.group not in tx.broken
 
 
-def _fail(tx: Transaction, error: str) -> Step:
+def _fail(tx: Transaction, error: str, groups: AbstractSet[int]) -> Step:
     tx = replace(tx, failed=True, error=tx.error or error)
-    if tx.row.act in (Act.JOIN, Act.SEND) and not tx.abandoned:
-        return replace(tx, abandoned=True), (Abandon(),)
-    return tx, ()
+    broken = frozenset(groups) - tx.broken if tx.row.breaks else frozenset()
+    return replace(tx, broken=tx.broken | broken), tuple(map(Abandon, sorted(broken)))
 
 
 def _compared(tx: Transaction) -> Transaction:
@@ -300,7 +324,7 @@ def _compared(tx: Transaction) -> Transaction:
             faults.append(f"{op} on {worker}: {answer.observed}: {answer.detail}")
         workers[worker] = replace(before, answers={**before.answers, op: answer}, failure=failure)
     tx = replace(tx, workers=workers)
-    return _fail(tx, faults[0])[0] if faults else tx
+    return _fail(tx, faults[0], set())[0] if faults else tx
 
 
 def _leave(tx: Transaction, commands: tuple[Command, ...]) -> Step:
@@ -309,9 +333,10 @@ def _leave(tx: Transaction, commands: tuple[Command, ...]) -> Step:
         tx = replace(tx, committed=True)
     if tx.phase in (Phase.VERIFY, Phase.EXAMINE) and tx.failed and _is_enough(tx):
         return _enter(replace(tx, failed=False), Phase.COMMIT, commands)
-    if tx.phase is Phase.TRANSFER and tx.more and not tx.failed:
+    goes_on = not tx.failed or (tx.row.alone and bool(tx.whole))
+    if tx.phase is Phase.TRANSFER and tx.more and goes_on:
         return _enter(tx, Phase.TRANSFER, commands)
-    return _enter(tx, tx.row.otherwise if tx.failed else tx.row.then, commands)
+    return _enter(tx, tx.row.then if goes_on else tx.row.otherwise, commands)
 
 
 def _is_enough(tx: Transaction) -> bool:
@@ -326,7 +351,7 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
         return tx, commands
     row = tx.row
     asked = [w for w, p in tx.workers.items() if row.ask and _IS_ASKED[row.who](tx, p)]
-    act = row.act if row.act is not Act.JOIN or tx.join else None
+    act = row.act if row.act is not Act.JOIN or tx.whole - tx.standing else None
     op = row.ask
     if op is not None and asked:
         workers = dict(tx.workers)
@@ -357,6 +382,10 @@ def _begun(progress: Progress) -> bool:
     return Op.BEGIN in progress.asked
 
 
+def _is_whole(tx: Transaction, progress: Progress) -> bool:
+    return progress.group not in tx.broken
+
+
 def _is_doubted(tx: Transaction, progress: Progress) -> bool:
     probe = progress.answers.get(Op.PROBE)
     if probe is None or probe.done or progress.dead:
@@ -374,14 +403,16 @@ def _is_paused_clean(_: Transaction, progress: Progress) -> bool:
 _IS_ASKED: Mapping[Who, Callable[[Transaction, Progress], bool]] = MappingProxyType(
     {
         Who.ALL: lambda _tx, _p: True,
-        Who.UNJOINED: lambda tx, _p: tx.join,
+        Who.UNJOINED: lambda tx, p: p.group not in tx.standing,
         Who.MARKABLE: lambda tx, _p: tx.marks,
-        Who.UNLABELLED: lambda tx, _p: not tx.finish_sets_label,
+        Who.WHOLE: _is_whole,
+        Who.UNLABELLED: lambda tx, p: not tx.finish_sets_label and p.did(Op.FINISH),
         Who.BROKEN: lambda _tx, p: p.broken,
         Who.PROVED: is_proved,
         Who.RESUMED: lambda _tx, p: p.did(Op.RESUME),
         Who.DOUBTED: _is_doubted,
         Who.BEGUN: lambda _tx, p: _begun(p) and not p.dead,
+        Who.CUT_OFF: lambda tx, p: _begun(p) and not p.dead and not _is_whole(tx, p),
         Who.MARKED_CLEAN: lambda _tx, p: Op.MARK in p.asked and not _begun(p) and not p.broken,
         Who.PAUSED_CLEAN: _is_paused_clean,
     }

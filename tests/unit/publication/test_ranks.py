@@ -2,7 +2,7 @@
 
 import pytest
 
-from genapi.publication.ranks import Ranked, RankPlan, check_ranks, plan_ranks
+from genapi.publication.ranks import Ranked, RankPlan, check_ranks, plan_groups, plan_ranks
 from genapi.types.ids import WorkerId
 
 A, B, C = (WorkerId(provider="vllm", instance=name) for name in "abc")
@@ -52,3 +52,36 @@ def test_a_plan_under_which_a_rank_is_missing_or_taken_twice_is_refused(
         f"workers would take the ranks {taken} of a group of 5, in which the trainer is rank 0: "
         "every rank has to be taken once; list every server of a data-parallel group"
     )
+
+
+@pytest.mark.parametrize(
+    ("at_most", "groups"),
+    [
+        (None, [{A: 1, B: 3, C: 4}]),
+        (3, [{A: 1, B: 3, C: 4}]),
+        (2, [{A: 1, B: 3}, {C: 1}]),
+        (1, [{A: 1}, {B: 1}, {C: 1}]),
+    ],
+)
+def test_servers_are_divided_in_their_order_and_each_group_has_ranks_of_its_own(
+    at_most: int | None, groups: list[dict[WorkerId, int]]
+) -> None:
+    servers = [Ranked(A, 2), Ranked(B, 1), Ranked(C, 1)]
+    places = {A: (0, 1), B: (0,), C: (0,)}
+    assert [p.offsets for p in plan_groups(servers, places, at_most=at_most)] == groups
+
+
+def test_servers_of_one_external_group_stay_together() -> None:
+    servers = [Ranked(A, 2, "moe"), Ranked(B, 1), Ranked(C, 2, "moe")]
+    places = {A: (0,), B: (0,), C: (1,)}
+    plans = plan_groups(servers, places, at_most=2)
+    assert plans == [RankPlan(3, {A: 1, C: 1}), RankPlan(2, {B: 1})]
+    with pytest.raises(
+        ValueError, match=r"max_workers_per_group=1: the 2 servers .*'moe'.*at least 2"
+    ):
+        plan_groups(servers, places, at_most=1)
+
+
+def test_every_groups_ranks_are_held_against_the_engines_own_formula() -> None:
+    with pytest.raises(ValueError, match="list every server"):
+        plan_groups([Ranked(A, 1), Ranked(B, 2)], {A: (0,), B: (0,)}, at_most=1)

@@ -282,6 +282,57 @@ async def test_a_receiver_that_leaves_ends_the_send(peers: list[Peer]) -> None:
     await sender.aclose()
 
 
+class Counted(tuple[Any, ...]):  # noqa: SLOT001 - a tuple with slots can hold no attribute
+    """Tensors that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.times += 1
+        return super().__iter__()
+
+
+async def test_a_receiver_killed_in_mid_transfer_fails_its_own_group_at_once_and_no_other(
+    peers: list[Peer],
+) -> None:
+    metas = tuple(TensorMeta(name=n, dtype="uint8", shape=(s,)) for n, s in (("a", 1), ("b", BIG)))
+    tensors = Counted((np.ones(1, np.uint8), np.ones(BIG, np.uint8)))
+    bucket = Bucket(metas, tensors)
+    transport = Gloo(packed=False, timeout_s=LIMIT_S)
+    victim = Peer()
+    try:
+        hit, whole = await joined([victim], transport), await joined(peers, transport)
+        info = whole.wire(bucket, in_process=False).update_info
+        described = [info[name] for name in ("names", "dtype_names", "shapes")]
+        victim.ask("receive_one", *described)
+        for peer in peers:
+            peer.ask("receive_one", *described)
+        failed = anyio.Event()
+
+        async def fail() -> None:
+            with pytest.raises(TransportError, match="broke"):
+                await hit.send(bucket)
+            failed.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail)
+            tasks.start_soon(whole.send, bucket)
+            assert [a.error for a in await answers([victim, *peers])] == [None] * 3
+            victim.process.kill()  # both groups are in the middle of the second tensor
+            with anyio.fail_after(AT_ONCE_S):
+                await failed.wait()
+            for peer in peers:
+                peer.ask("go_on")
+        for answer in await answers(peers):
+            assert answer.error is None
+            assert answer.value == [[("b", "torch.uint8", [BIG], bytes([1]) * BIG)]]
+        assert tensors.times == 1  # laid out once for both groups
+        await hit.aclose()
+        await whole.aclose()
+    finally:
+        victim.stop()
+
+
 async def test_after_a_failure_the_group_is_of_no_further_use() -> None:
     sender = await Gloo().sender(world_size=2, timeout_s=LIMIT_S)
     with pytest.raises(TransportError, match="nobody has joined"):
