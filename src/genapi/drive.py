@@ -75,6 +75,8 @@ T = TypeVar("T")
 
 _RETRY_WAITS_S = (0.1, 0.4, 1.5)
 _UNANSWERED = (Observed.LOST, Observed.NOT_SENT)
+_COLLECTIVE = (Op.JOIN, Op.UPDATE)
+"""What a worker answers when its whole group has done its part."""
 
 
 @dataclass(slots=True)
@@ -105,13 +107,17 @@ class _Slot(Generic[T]):
         self._value = value
         self._set.set()
 
+    async def ready(self) -> None:
+        """Wait until there is a value, or none will come."""
+        await self._set.wait()
+
     async def get(self) -> T:
         """The value.
 
         Raises:
             TransportError: there will be none.
         """
-        await self._set.wait()
+        await self.ready()
         if self._value is None:
             message = "the trainer's end failed before anything was sent"
             raise TransportError(message, phase="not_sent")
@@ -179,6 +185,7 @@ class Drive:
         self._digests: dict[int, dict[str, str]] = {}
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._scopes: set[anyio.CancelScope] = set()
+        self._in_collective: dict[WorkerId, anyio.CancelScope] = {}
         self._cancelled = False
         self._phase_since = 0.0
 
@@ -263,14 +270,28 @@ class Drive:
 
     def _limit_all(self) -> None:
         self._cancelled = True
-        deadline = anyio.current_time() + self._timeouts.cleanup_s
         for scope in self._scopes:
-            scope.deadline = min(scope.deadline, deadline)
+            self._limit(scope)
+
+    def _limit(self, scope: anyio.CancelScope) -> None:
+        scope.deadline = min(scope.deadline, anyio.current_time() + self._timeouts.cleanup_s)
 
     async def _ask(self, worker: WorkerId, op: Op, *, retries: bool) -> None:
-        limit_s = self._limits_s[op]
         if op is Op.PAUSE:
             self.times.paused_from[worker] = anyio.current_time()
+        if op in _COLLECTIVE:
+            answer = await self._answer_in_collective(worker, op)
+        else:
+            answer = await self._answer_in_time(worker, op, retries=retries)
+        delivery = self._deliveries.pop(worker, None) if op is Op.UPDATE else None
+        if answer.observed is Observed.LOST and delivery is not None and delivery.was_taken:
+            answer = Answer(Observed.DONE, "the reply was lost after the bucket was taken")
+        if op is Op.RESUME and answer.done:
+            self.times.paused_to[worker] = anyio.current_time()
+        self._inbox.put_nowait(Answered(worker, op, answer))
+
+    async def _answer_in_time(self, worker: WorkerId, op: Op, *, retries: bool) -> Answer:
+        limit_s = self._limits_s[op]
         answer = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
         with self._bounded(limit_s) as scope:
             answer = await self._answer(worker, op)
@@ -280,12 +301,28 @@ class Drive:
                 await anyio.sleep(wait)
                 answer = await self._answer(worker, op)
         self._scopes.discard(scope)
-        delivery = self._deliveries.pop(worker, None) if op is Op.UPDATE else None
-        if answer.observed is Observed.LOST and delivery is not None and delivery.was_taken:
-            answer = Answer(Observed.DONE, "the reply was lost after the bucket was taken")
-        if op is Op.RESUME and answer.done:
-            self.times.paused_to[worker] = anyio.current_time()
-        self._inbox.put_nowait(Answered(worker, op, answer))
+        return answer
+
+    async def _answer_in_collective(self, worker: WorkerId, op: Op) -> Answer:
+        """The answer, for which less time is left once the group broke: then nothing comes."""
+        number = self.tx.workers[worker].group
+        # What the worker is asked to take has a limit of its own.
+        await self._senders[number].ready()
+        if op is Op.UPDATE:
+            await self._bucket.ready()
+        limit_s = self._limits_s[op]
+        answer = silent = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
+        with self._bounded(limit_s) as scope:
+            self._in_collective[worker] = scope
+            if number in self.tx.broken:
+                self._limit(scope)
+            answer = await self._answer(worker, op)
+        self._scopes.discard(scope)
+        del self._in_collective[worker]
+        if answer is silent and number in self.tx.broken:
+            late = f"no answer, and none in {self._timeouts.cleanup_s:g} s after its group broke"
+            return replace(answer, detail=late)
+        return answer
 
     async def _answer(self, worker: WorkerId, op: Op) -> Answer:
         try:
@@ -489,12 +526,14 @@ class Drive:
     ) -> tuple[str | None, T | None]:
         """What came of it in time: an error in words or None, and what it returned."""
         error: str | None = f"not done within {limit_s:g} s"
-        with self._bounded(limit_s):
+        with self._bounded(limit_s) as scope:
             try:
                 return None, await what()
             except Exception as raised:  # noqa: BLE001 - a source may raise anything
                 self.blame(raised)
                 error = f"{type(raised).__name__}: {raised}"
+            finally:
+                self._scopes.discard(scope)
         return error, None
 
     async def _act_stage(self) -> bool:
@@ -589,6 +628,9 @@ class Drive:
         sender = self._groups[number].sender
         if sender is not None:
             sender.abandon()
+        for worker, scope in self._in_collective.items():
+            if self.tx.workers[worker].group == number:
+                self._limit(scope)
 
     def _broken(self) -> list[Group]:
         """Groups that a failure may have reached, which are of no further use."""
@@ -611,14 +653,15 @@ class Drive:
         probe_s = limits.probe_s if "probe" in self._levels else 0.0
         return {
             Op.INSPECT: limits.preflight_s + probe_s,
-            Op.JOIN: limits.group_s,
+            # The trainer's end gives up first; whoever does not answer then is the one to name.
+            Op.JOIN: limits.group_s + limits.cleanup_s,
+            Op.UPDATE: limits.transfer_s + limits.cleanup_s,
             Op.PAUSE: limits.pause_s,
             Op.CONFIRM: limits.confirm_s,
             Op.MARK: limits.label_s,
             Op.UNMARK: limits.label_s,
             Op.HEAL: limits.begin_s,
             Op.BEGIN: limits.begin_s,
-            Op.UPDATE: limits.transfer_s,
             Op.FINISH: limits.finish_s,
             Op.LABEL: limits.label_s,
             Op.READ: limits.verify_s + checksum_s,

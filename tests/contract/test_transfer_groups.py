@@ -251,6 +251,75 @@ async def test_a_source_that_fails_fails_every_group() -> None:
             assert receipt.recovery is Recovery.CLOSE_THEN_REPUBLISH
 
 
+PATIENT = QUICK.model_copy(update={"group_s": 60.0, "transfer_s": 60.0, "cleanup_s": 0.2})
+"""What no test waits for, but for what comes after a failure."""
+
+
+async def test_a_worker_that_stays_silent_after_its_group_broke_is_named_and_not_waited_for() -> (
+    None
+):
+    async with stand(3, None, timeouts=PATIENT) as s:
+        s.fail(0, "/update_weights", "peer_lost")
+        s.fail(2, "/update_weights", "never_answer")
+        report = await s.failed(1)
+        hit, told, silent = report.receipts
+        # The first one's answer says that somebody else went away.
+        assert (report.error or "").startswith(f"update on {silent.worker}: lost")
+        for receipt in (hit, told):
+            assert str(receipt.worker) not in (report.error or "")
+        assert "0.2 s after its group broke" in (silent.error or "")
+
+
+async def test_a_worker_that_holds_up_the_sender_is_named_and_not_those_that_answer() -> None:
+    async with stand(3, None, timeouts=PATIENT) as s:
+
+        async def give_up(_: RecordedSender) -> None:
+            await anyio.wait_all_tasks_blocked()
+            raise genapi.TransportError("not all took it in time", phase="may_have_run")
+
+        s.transport.on_send = give_up
+        s.fail(1, "/update_weights", "never_answer")
+        report = await s.failed(1)
+        assert "not all took it in time" in (report.error or "")
+        named = [str(r.worker) in (report.error or "") for r in report.receipts]
+        assert named == [False, True, False]
+
+
+async def test_a_worker_that_does_not_join_is_named_when_the_trainers_end_gives_up() -> None:
+    async with stand(3, 2, timeouts=PATIENT) as s:
+
+        async def give_up() -> None:
+            first = len(s.transport.senders) == 1
+            await anyio.wait_all_tasks_blocked()
+            if first:
+                raise genapi.TransportError("not all joined", phase="may_have_run")
+
+        s.transport.on_join = give_up
+        s.fail(1, "/init_weight_transfer_engine", "never_answer")
+        report = await s.failed(1)
+        assert "not all joined" in (report.error or "")
+        named = [str(r.worker) in (report.error or "") for r in report.receipts]
+        assert named == [False, True, False]
+        assert outcomes(report) == [Outcome.UNTOUCHED] * 3
+        assert (await s.publisher.publish(1, source(1))).committed
+
+
+async def test_a_silent_worker_of_one_group_holds_up_the_others_no_longer_than_its_own() -> None:
+    async with stand(2, 1, timeouts=PATIENT, on_partial="serve", min_workers=1) as s:
+
+        async def give_up(sender: RecordedSender) -> None:
+            if sender.number == 1:
+                await anyio.wait_all_tasks_blocked()
+                raise genapi.TransportError("it did not take it in time", phase="may_have_run")
+
+        s.transport.on_send = give_up
+        s.fail(0, "/update_weights", "never_answer")
+        with anyio.fail_after(10):
+            report = await s.publisher.publish(1, source(1))
+        assert outcomes(report) == [Outcome.UNKNOWN, Outcome.COMMITTED]
+        assert report.receipts[1].fence is None
+
+
 async def test_a_cancellation_in_mid_transfer_leaves_no_group_half_way() -> None:
     async with stand(2, 1) as s:
         scope = anyio.CancelScope()

@@ -176,7 +176,8 @@ class Transaction:
         failed: whether it can no longer commit.
         broken: groups whose trainer's end is destroyed, and whose workers go no further.
         committed: whether every worker was proved to hold the version.
-        error: the first failure, in words.
+        error: the first failure, in words; what only follows from another one gives way to it.
+        echo: whether `error` may follow from a failure that nobody has told of yet.
     """
 
     label: str
@@ -196,6 +197,7 @@ class Transaction:
     broken: frozenset[int] = frozenset()
     committed: bool = False
     error: str | None = None
+    echo: bool = False
 
     @property
     def ended(self) -> bool:
@@ -245,7 +247,7 @@ def advance(tx: Transaction, event: Event) -> Step:
             tx, commands = _fail(_acted(tx, act), f"{act}: {error}", tx.whole)
         case Broke(act, group, error):
             _acted(tx, act)
-            tx, commands = _fail(tx, f"{act}: {error}", {group})
+            tx, commands = _fail(tx, f"{act}: {error}", {group}, echo=group in tx.broken)
         case Cancelled():
             if tx.row.on_cancel != "go_on":
                 tx, commands = _fail(tx, "cancelled", tx.whole)
@@ -281,7 +283,11 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
     tx = replace(tx, workers=workers, unanswered=tx.unanswered - 1)
     if not fails:
         return tx, ()
-    return _fail(tx, f"{op} on {worker}: {answer.observed}: {answer.detail}", {before.group})
+    error = f"{op} on {worker}: {answer.observed}: {answer.detail}"
+    if tx.row.breaks and before.group in tx.broken and answer.observed is Observed.LOST:
+        # The others answer when their group breaks: it may be this one that held them up.
+        tx = replace(tx, error=error if tx.echo else f"{tx.error}; {error}", echo=False)
+    return _fail(tx, error, {before.group}, echo=answer.observed is Observed.PEER_LOST)
 
 
 def _checked_label(tx: Transaction, answer: Answer) -> Answer:
@@ -302,8 +308,10 @@ def _tolerated(tx: Transaction, progress: Progress, answer: Answer) -> bool:
     return tx.acknowledged and progress.group not in tx.broken
 
 
-def _fail(tx: Transaction, error: str, groups: AbstractSet[int]) -> Step:
-    tx = replace(tx, failed=True, error=tx.error or error)
+def _fail(tx: Transaction, error: str, groups: AbstractSet[int], *, echo: bool = False) -> Step:
+    tx = replace(tx, failed=True)
+    if tx.error is None or (tx.echo and not echo):
+        tx = replace(tx, error=error, echo=echo)
     broken = frozenset(groups) - tx.broken if tx.row.breaks else frozenset()
     return replace(tx, broken=tx.broken | broken), tuple(map(Abandon, sorted(broken)))
 

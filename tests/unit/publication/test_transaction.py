@@ -308,3 +308,13 @@ def test_an_answer_that_nobody_waits_for_is_refused() -> None:
     tx, _ = begin(transaction())
     with pytest.raises(ValueError, match="nobody waits for pause"):
         advance(tx, Answered(A, Op.PAUSE, DONE))
+
+
+def test_that_the_other_end_went_away_is_the_error_only_while_nothing_else_is_known() -> None:
+    gone = Answer(Observed.PEER_LOST, "the sender left")
+    alone = Played({(Op.UPDATE, A): gone})
+    assert (alone.tx.error or "").startswith("update on vllm/a: peer_lost")
+    because = Played({(Op.UPDATE, A): gone, (Op.UPDATE, B): DEAD})
+    assert (because.tx.error or "").startswith("update on vllm/b: dead")
+    stays = Played({(Op.UPDATE, A): DEAD, (Op.UPDATE, B): gone})
+    assert (stays.tx.error or "").startswith("update on vllm/a: dead")
