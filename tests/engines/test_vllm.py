@@ -11,8 +11,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -32,11 +32,12 @@ from tests.engines.kit.judge import Judge
 if TYPE_CHECKING:
     import pathlib
 
-    from tests.engines.conftest import Models, Oracle, Serve
+    from tests.engines.conftest import Models, Oracle, Reference, Serve
     from tests.engines.kit.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio]
 
+SMALL = 4  # tensors in a bucket, so that there are several
 KEPT = 5  # requests in flight, so that none ends before the pause
 PROMPT = tuple(300 + 7 * i for i in range(200))
 LIMITS = PublishTimeouts(
@@ -378,6 +379,98 @@ async def test_one_of_two_workers_killed_leaves_receipts_and_the_other_can_go_on
                 again = await p.publish(2, weights(models.seed1))
                 assert again.committed
                 judge.check(await alone.generate(request()), PROMPT)
+            judge.close()
+
+
+class Interrupted:
+    """A source that has something done between two buckets, once some have been sent."""
+
+    def __init__(self, folder: pathlib.Path, what: Callable[[], object]) -> None:
+        self.inner = weights(folder)
+        self.what = what
+
+    def manifest(self) -> Sequence[genapi.weights.TensorMeta]:
+        return self.inner.manifest()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for index, pair in enumerate(self.inner):
+            if index == 2 * SMALL:  # the second bucket is being sent, the third is gathered
+                self.what()
+            yield pair
+
+
+@pytest.mark.parametrize("on_partial", ["hold", "serve"])
+async def test_a_server_killed_in_mid_transfer_leaves_the_other_ones_group_untouched(
+    on_partial: Literal["hold", "serve"], serve: Serve, models: Models, reference: Reference
+) -> None:
+    with serve(2) as servers:
+        interrupted = Interrupted(models.seed1, lambda: os.killpg(servers[1].pid, signal.SIGKILL))
+        async with genapi.connect(target(*servers), run="radius") as fleet:
+            await fleet.wait_ready(timeout_s=60)
+            p = genapi.WeightPublisher(
+                fleet,
+                transport=genapi.weights.Gloo(timeout_s=20, bucket_tensors=SMALL, stage_bytes=0),
+                timeouts=LIMITS,
+                max_workers_per_group=1,
+                on_partial=on_partial,
+                min_workers=1 if on_partial == "serve" else None,
+            )
+            async with p:
+                await p.publish(0, weights(models.seed0))
+                if on_partial == "hold":
+                    report = await failed(p, 1, interrupted)
+                else:
+                    with anyio.fail_after(120):
+                        report = await p.publish(1, interrupted)
+                survivor, dead = report.receipts
+                assert survivor.outcome is Outcome.COMMITTED
+                assert survivor.version_after == report.version
+                assert dead.outcome is Outcome.UNKNOWN
+                assert dead.fence is not None
+                assert dead.fence.strength is FenceStrength.DEAD
+                if on_partial == "hold":
+                    assert survivor.recovery is Recovery.REPUBLISH
+                    assert survivor.fence is not None
+                    assert servers[0].request("GET", "/is_paused")[1]["is_paused"] is True
+                    assert servers[0].request("POST", "/resume")[0] == 200
+        # It holds the new weights whole, and serves them.
+        async with genapi.connect(target(servers[0]), run="radius") as alone:
+            out = (await alone.generate(request())).output
+            assert out.policy.oldest == out.policy.newest == report.version
+            reference(models.seed1, PROMPT, len(out.token_ids)).assert_said_by(out.token_ids)
+
+
+async def test_a_server_that_is_stopped_in_mid_transfer_is_named_and_comes_back(
+    serve: Serve, models: Models, oracle: Oracle
+) -> None:
+    with serve(2) as servers:
+        interrupted = Interrupted(models.seed1, lambda: os.killpg(servers[1].pid, signal.SIGSTOP))
+        limits = LIMITS.model_copy(update={"transfer_s": 600.0})
+        async with genapi.connect(target(*servers), run="stopped") as fleet:
+            await fleet.wait_ready(timeout_s=60)
+            p = genapi.WeightPublisher(
+                fleet,
+                transport=genapi.weights.Gloo(timeout_s=5, bucket_tensors=SMALL, stage_bytes=0),
+                timeouts=limits,
+            )
+            async with p:
+                await p.publish(0, weights(models.seed0))
+                try:
+                    report = await failed(p, 1, interrupted)  # within 120 s, not 600
+                finally:
+                    os.killpg(servers[1].pid, signal.SIGCONT)
+                told, stopped = report.receipts
+                assert told.outcome is Outcome.DIRTY
+                assert told.evidence is Evidence.PEER_LOST
+                assert stopped.outcome is Outcome.UNKNOWN
+                assert str(stopped.worker) in (report.error or "")
+                assert str(told.worker) not in (report.error or "")
+                await anyio.to_thread.run_sync(servers[1].request, "GET", "/health")
+                again = await p.publish(2, weights(models.seed1))
+                assert again.committed
+            judge = Judge(oracle, {2: models.seed1})
+            for reply in await everywhere(fleet):
+                judge.check(reply, PROMPT)
             judge.close()
 
 
