@@ -181,7 +181,8 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.PEER_LOST,
         _CLOSE,
-        "RUN over gloo: start, EMPTY finish, start, full update, finish, 3 of 3",
+        "RUN over gloo: start, EMPTY finish, start, full update, finish, 3 of 3; RUN 42: its "
+        "session is dropped, so it holds neither version whole, which is more than UNKNOWN",
     ),
     row(
         Op.UPDATE,
