@@ -107,6 +107,10 @@ class _Slot(Generic[T]):
         self._value = value
         self._set.set()
 
+    def end(self) -> None:
+        """Whoever still waits learns that none comes; a value that came stays."""
+        self._set.set()
+
     async def ready(self) -> None:
         """Wait until there is a value, or none will come."""
         await self._set.wait()
@@ -500,14 +504,17 @@ class Drive:
 
     async def _act(self, act: Act) -> None:
         error, more = await self._tried(self._act_limit_s(act), partial(self._acts[act], self))
+        if error is None and act in (Act.JOIN, Act.SEND):
+            async with asyncio.TaskGroup() as tasks:
+                for number in self._acted_on(act):
+                    tasks.create_task(self._act_in_group(act, number))
+        if act is Act.JOIN:
+            for sender in self._senders:
+                sender.end()  # a group that broke before its turn gets none
         if error is not None:
             self._bucket.put(None)
             self._inbox.put_nowait(ActFailed(act, error))
             return
-        if act in (Act.JOIN, Act.SEND):
-            async with asyncio.TaskGroup() as tasks:
-                for number in self._acted_on(act):
-                    tasks.create_task(self._act_in_group(act, number))
         self._inbox.put_nowait(ActDone(act, more=bool(more)))
 
     def _acted_on(self, act: Act) -> list[int]:
@@ -518,7 +525,7 @@ class Drive:
         what = {Act.JOIN: self._join, Act.SEND: self._send}[act]
         error, _ = await self._tried(self._act_limit_s(act), partial(what, number))
         if error is not None:
-            self._senders[number].put(None)  # whoever still waits for it
+            self._senders[number].put(None)
             self._inbox.put_nowait(Broke(act, number, error))
 
     async def _tried(
