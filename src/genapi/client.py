@@ -292,7 +292,7 @@ class Client:
             if wait_s is None:
                 raise
             if _may_have_run(error):
-                await self._abort(sending)
+                await self._abort(sending, within_s=run.deadline - anyio.current_time())
             with run.waiting("its next sending"):
                 await anyio.sleep(wait_s)
 
@@ -393,9 +393,9 @@ class Client:
         for remark in remarks:
             warnings.warn(remark, GenAPIWarning, stacklevel=4)
 
-    async def _abort(self, sending: Sending) -> None:
+    async def _abort(self, sending: Sending, *, within_s: float = _ABORT_S) -> None:
         call = self._provider.abort([sending.wire_id])
-        with anyio.move_on_after(_ABORT_S, shield=True):
+        with anyio.move_on_after(min(within_s, _ABORT_S), shield=True):
             async with anyio.create_task_group() as group:
                 for url in self._routing.abort_urls(sending):
                     group.start_soon(self._send_abort, url, call, url == sending.url)

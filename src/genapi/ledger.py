@@ -52,6 +52,11 @@ class Ledger:
         """The version that a publication which did not commit was moving workers to."""
         return self._lease.state.target if self._lease is not None else None
 
+    def check_commit(self, version: PolicyVersion) -> None:
+        """Raise `ConfigError` where the board would not take `version` as committed."""
+        if self._lease is not None:
+            self._lease.check_commit(version)
+
     async def check(self, fan_out: object) -> None:
         """Raise `SupersededError` unless this publisher holds the lease.
 

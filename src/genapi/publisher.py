@@ -219,14 +219,17 @@ class WeightPublisher:
             step: the step (of the fleet's run) that the workers hold.
 
         Raises:
+            ConfigError: the version would not be taken by the board: an older one, another run.
             FleetError: a worker cannot be read, or carries another version.
             PublishError: a label could not be set or read back.
         """
         async with self._fleet.publishing:
+            self.last_report = None
             await self._take_lease()
             members = await self._everyone(fresh=True)
             _check_reached(members.values())
             version, rule = self._version_to_adopt(step, members)
+            self._ledger.check_commit(version)
             results = await fan_out(
                 {worker: partial(self._adopt, m.url, version) for worker, m in members.items()}
             )
@@ -242,11 +245,12 @@ class WeightPublisher:
                 receipts=receipts,
                 error=None if committed else errors[0] if errors else "not every label was set",
             )
-            self.last_report = report
             if not committed:
+                self.last_report = report
                 raise PublishError(str(report), report=report)
             self._attempts[version.step] = version.attempt
             await self._ledger.commit(version, [(worker, None) for worker in members], rule)
+            self.last_report = report
             self._fleet.membership.commit(version, rule=rule, salted=self._salted)
             return report
 
@@ -300,6 +304,8 @@ class WeightPublisher:
         )
         checks = self._checks(probe_logprobs)
         async with self._fleet.publishing:
+            self.last_report = None
+            self._check_enough()
             await self._take_lease()
             missing = await self._restart_broken()
             if manifest_changed:
@@ -507,6 +513,12 @@ class WeightPublisher:
             if all(m.facts is not None for m in membership.members.values()):
                 self._left_open = None
         return {m.id or _nameless(membership.provider, m): m for m in membership.members.values()}
+
+    def _check_enough(self) -> None:
+        there = len(self._fleet.membership.members)
+        if self._min_workers is not None and self._min_workers > there:
+            message = f"min_workers={self._min_workers}, and the fleet has {there} workers"
+            raise ConfigError(message)
 
     async def _leave_out(
         self, everyone: Mapping[WorkerId, Member], version: PolicyVersion

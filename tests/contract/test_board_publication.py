@@ -313,3 +313,26 @@ async def test_a_worker_that_was_left_out_is_fenced_in_every_process_until_it_is
             assert (await p.publish(2, source(2))).committed
             for reader in (fleet, other, late):
                 assert [w.fence for w in (await reader.snapshot()).workers] == [None] * 3
+
+
+async def test_servers_that_came_back_with_their_first_weights_are_not_adopted_over_the_board() -> (
+    None
+):
+    board = MemoryBoard()
+    async with process(Cluster.from_query({"workers": "2"}), board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        await p.publish(5, source(5))
+    cluster = Cluster.from_query({"workers": "2"})
+    async with process(cluster, board) as fleet, process(cluster, board) as other:
+        p = publisher(fleet)
+        with pytest.raises(genapi.ConfigError, match="cannot follow"):
+            await p.adopt(0)
+        assert p.last_report is None
+        assert {worker.engine.label for worker in cluster.workers} == {"default"}
+        for each in (fleet, other):
+            with pytest.raises((genapi.StalePolicyError, genapi.FleetError)):
+                await each.generate(request())
+        assert (await p.publish(6, source(6))).committed
+        await other.snapshot()
+        assert (await other.generate(request())).output.token_ids == greedy(6, [1, 2, 3], 8)

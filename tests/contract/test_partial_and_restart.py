@@ -372,3 +372,13 @@ async def test_without_a_restarter_the_receipt_says_who_has_to_be_restarted() ->
         with pytest.raises(genapi.PublishError) as caught:
             await p.publish(1, source(1))
         assert caught.value.report.receipts[1].recovery is Recovery.RESTART_THEN_PUBLISH
+
+
+async def test_more_workers_than_there_are_are_refused_before_anything_is_touched() -> None:
+    async with rig(2) as r:
+        p = publisher(r, on_partial="serve", min_workers=3)
+        await p.adopt(0)
+        with pytest.raises(genapi.ConfigError, match="min_workers=3, and the fleet has 2 workers"):
+            await p.publish(1, source(1))
+        assert p.last_report is None
+        assert set(r.labels) == {"genapi:" + r.labels[0].split(":")[1] + ":0:1"}

@@ -121,6 +121,16 @@ async def test_an_unknown_version_before_any_commit_is_nothing_to_suspect() -> N
         assert not any(m.suspect for m in s.fleet.membership.members.values())
 
 
+async def test_an_abort_that_is_not_answered_does_not_outlast_the_request() -> None:
+    async with served(1) as s:
+        s.fail(0, GENERATE, "lose_reply")
+        s.fail(0, "/inference/v1/abort_requests", "never_answer")
+        since = anyio.current_time()
+        with pytest.raises(genapi.TransportError, match=r"timeout_s=0\.3"):
+            await s.fleet.generate(request(timeout_s=0.3))
+        assert anyio.current_time() - since < 3
+
+
 # what is sent
 
 

@@ -121,6 +121,13 @@ class Lease:
         async with self._one:
             return await self._reread()
 
+    def check_commit(self, version: PolicyVersion) -> None:
+        """Raise `ConfigError` where `version` could not be written as committed, by what is known.
+
+        A publication of another process may still come in between.
+        """
+        _changed(self.state, "idle", None, version, context="unknown", workers=(), now=0.0)
+
     async def write(
         self,
         *,
