@@ -152,7 +152,7 @@ class WeightPublisher:
         ids = PROBE_IDS if probe_ids is None else TokenIds(probe_ids)
         self._probe = Probe(ids, tolerance=probe_tolerance, max_gap=probe_max_gap)
         self._fleet = fleet
-        self._transport = transport
+        self._transport = transport.towards(fleet.provider.admin.receivers)
         self._plan = PausePlan(mode, in_flight_kv, prefix_cache)
         self._timeouts = timeouts or PublishTimeouts()
         self._groups: tuple[Group, ...] = ()

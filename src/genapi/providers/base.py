@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from genapi.errors import UnsupportedError
 from genapi.publication.evidence import Answer, Seen, Verdict
 from genapi.publication.plan import PausePlan
+from genapi.publication.receivers import Receivers
 from genapi.types.base import Value
 from genapi.types.ids import Role, WorkerId
 from genapi.types.request import GenerateRequest
@@ -155,11 +156,14 @@ class Admin(Protocol):
         verdicts: what is proved by what a worker showed, by `verdicts_of` from the provider's rows.
         finish_sets_label: whether FINISH carries the label, so that LABEL asks nothing.
         marks: whether `label` aborts nothing, so that it can be written ahead of an update.
+        receivers: the engine's own receivers of weights, which transports follow; None = genapi
+            installs one into the engine.
     """
 
     verdicts: Mapping[Seen, Verdict]
     finish_sets_label: bool
     marks: bool
+    receivers: Receivers | None
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
         """Raise `ConfigError` or `UnsupportedError` when this worker cannot be published to."""

@@ -67,6 +67,7 @@ def pack(
     *,
     packed: bool,
     packed_buffer_size_bytes: int,
+    plain: bool = False,
 ) -> Parcel:
     """Lay out one bucket.
 
@@ -78,12 +79,15 @@ def pack(
         update_info: what it is: `names`, `dtype_names`, `shapes`.
         packed: whether tensors are copied together into chunks, or each is a broadcast.
         packed_buffer_size_bytes: a chunk closes with the tensor that takes it over this size.
+        plain: whether receivers wait for what has no byte as well.
     """
     sizes = [t.nbytes for t in tensors]
     # No tensor fits under a negative limit: each closes a chunk of its own.
     chunks = plan_chunks(sizes, packed_buffer_size_bytes if packed else -1)
     broadcasts = tuple(
-        _payload([tensors[i] for i in chunk]) for chunk in chunks if any(sizes[i] for i in chunk)
+        _payload([tensors[i] for i in chunk])
+        for chunk in chunks
+        if plain or any(sizes[i] for i in chunk)
     )
     return Parcel(
         torch.tensor([len(broadcasts), sum(sizes), _digest(update_info)], dtype=torch.int64),

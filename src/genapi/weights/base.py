@@ -13,6 +13,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from genapi.errors import ConfigError
+from genapi.publication.receivers import Receivers
 from genapi.types.base import Value
 from genapi.weights._tensors import element_bytes
 from genapi.weights._threads import Once
@@ -223,6 +224,14 @@ class WeightTransport(Protocol):
 
     def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
         """Raise `ConfigError` for a tensor that cannot travel; nobody is paused yet."""
+        ...
+
+    def towards(self, receivers: Receivers | None) -> "WeightTransport":
+        """This transport as workers of one kind take it, by whatever name they know it.
+
+        Args:
+            receivers: what the engine itself receives by; None = a backend of genapi's own.
+        """
         ...
 
     async def sender(self, *, world_size: int, timeout_s: float) -> Sender:

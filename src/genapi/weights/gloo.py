@@ -6,15 +6,16 @@ the group is abandoned. The collectives are in `_gloo_group`, torch with them.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 
 from genapi.errors import ConfigError, TransportError
-from genapi.weights._tensors import is_torch, raw_bytes
+from genapi.publication.receivers import Receivers
+from genapi.weights._tensors import element_bytes, is_torch, raw_bytes
 from genapi.weights._threads import run_in_thread, start_thread
 from genapi.weights.base import Bucket, TensorMeta, WireBucket, check_limits, check_world_size
 
@@ -30,14 +31,21 @@ _LEAST_S = 30.0
 """What a bucket gets however small it is: the engines load it, on machines that may be busy."""
 _SLOWEST_BYTES_PER_S = 8 << 20
 """What is still accepted: a line of 1 Gbit/s that carries a copy for each of 15 receivers."""
+_DEVICE = "cpu/"
+"""What torch puts before the keys of a group whose tensors are on the CPU."""
+_BROADCAST: Final = frozenset(
+    ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"]
+)
+"""The dtypes that torch's own gloo broadcasts; a receiver of genapi's takes bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gloo:
     """Weights by gloo broadcast over TCP: no GPU needed, on either side.
 
-    The workers' engines need the backend `genapi_gloo`, which genapi installs into vLLM. The
-    transfer is neither encrypted nor authenticated: keep `host` on a network of your own.
+    vLLM needs the backend `genapi_gloo`, which genapi installs into it; SGLang receives by its own
+    `gloo`. The transfer is neither encrypted nor authenticated: keep `host` on a network of your
+    own.
 
     Attributes:
         host: an address of this machine that every worker can reach.
@@ -84,11 +92,23 @@ class Gloo:
         """It is a backend of genapi's own."""
         return True
 
+    @property
+    def plain(self) -> bool:
+        """Whether receivers know broadcasts of data only."""
+        return False
+
     def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
         """Everything that torch knows can travel, to workers that are processes."""
         del manifest
         if in_process:
             raise ConfigError("workers inside this process take weights.Memory(), not Gloo()")
+
+    def towards(self, receivers: Receivers | None) -> "Gloo":
+        """The same settings, for receivers of genapi's own or of the engine's."""
+        if receivers is None:
+            return self
+        settings = {f.name: getattr(self, f.name) for f in fields(Gloo)}
+        return _PlainGloo(**settings, receivers=receivers)
 
     async def sender(self, *, world_size: int, timeout_s: float) -> "GlooSender":
         """Open the rendezvous of a new group of `world_size` ranks, this one included.
@@ -116,6 +136,74 @@ class Gloo:
         from genapi.weights._gloo_group import GlooGroup  # noqa: PLC0415 - it imports torch
 
         return GlooGroup(self.host)
+
+    def arrange(self, bucket: Bucket) -> Bucket:
+        """The bucket in the order in which its tensors travel."""
+        return bucket
+
+    def announce(self, bucket: Bucket) -> dict[str, Any]:
+        """The fields of the update call."""
+        return bucket.update_info
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlainGloo(Gloo):
+    """The same towards receivers that know broadcasts of data only."""
+
+    receivers: Receivers
+
+    @property
+    def backend(self) -> str:
+        """Torch's name of it."""
+        return "gloo"
+
+    @property
+    def acknowledges(self) -> bool:
+        """A receiver that has the bytes may still refuse them."""
+        return False
+
+    @property
+    def digests(self) -> bool:
+        """There is nobody to compare one."""
+        return False
+
+    @property
+    def plain(self) -> bool:
+        """They greet nobody and announce nothing, and take a bucket in one piece or by tensor."""
+        return True
+
+    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
+        """Refuse what torch does not broadcast, where each tensor is a broadcast of its own."""
+        Gloo.check(self, manifest, in_process=in_process)
+        other = [meta for meta in manifest if meta.dtype.removeprefix("torch.") not in _BROADCAST]
+        if other and not self.packed:
+            raise ConfigError(
+                f"tensor {other[0]} is of a dtype that gloo does not broadcast: use "
+                "weights.Gloo(packed=True), which sends bytes"
+            )
+
+    def arrange(self, bucket: Bucket) -> Bucket:
+        """Larger elements first: then every tensor begins at a multiple of its own size."""
+        if not self.packed:
+            return bucket
+        pairs = sorted(
+            zip(bucket.metas, bucket.tensors, strict=True),
+            key=lambda pair: -element_bytes(pair[0].dtype, name=pair[0].name),
+        )
+        return Bucket(tuple(meta for meta, _ in pairs), tuple(tensor for _, tensor in pairs))
+
+    def announce(self, bucket: Bucket) -> dict[str, Any]:
+        """The fields of the update call, and how the bytes come."""
+        return {**self.arrange(bucket).update_info, "packed": self.packed}
+
+    def _open(self) -> "GlooGroup":
+        from genapi.weights._gloo_group import GlooGroup  # noqa: PLC0415 - it imports torch
+
+        return GlooGroup(
+            self.host,
+            prefixes=(*self.receivers.store_prefixes, _DEVICE),
+            plain=True,
+        )
 
 
 class GlooSender:
@@ -159,7 +247,7 @@ class GlooSender:
         del in_process
         # Receivers wait longer than this end: it is the one that gives up.
         timeout_s = _limit_s(self._transport, bucket) + _GRACE_S
-        return WireBucket(update_info={**bucket.update_info, "timeout_s": timeout_s})
+        return WireBucket(update_info={**self._transport.announce(bucket), "timeout_s": timeout_s})
 
     async def send(self, bucket: Bucket) -> None:
         """Broadcast one bucket.
@@ -223,9 +311,11 @@ def _limit_s(transport: Gloo, bucket: Bucket) -> float:
 def _pack(transport: Gloo, bucket: Bucket) -> "Parcel":
     from genapi.weights._gloo_group import pack  # noqa: PLC0415 - it imports torch
 
+    arranged = transport.arrange(bucket)
     return pack(
-        [t if is_torch(t) else raw_bytes(t) for t in bucket.tensors],
-        bucket.update_info,
+        [t if is_torch(t) else raw_bytes(t) for t in arranged.tensors],
+        arranged.update_info,
         packed=transport.packed,
-        packed_buffer_size_bytes=transport.bucket_bytes,
+        packed_buffer_size_bytes=bucket.nbytes if transport.plain else transport.bucket_bytes,
+        plain=transport.plain,
     )

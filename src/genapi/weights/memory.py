@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from genapi.errors import ConfigError, TransportError
+from genapi.publication.receivers import Receivers
 from genapi.weights._tensors import is_torch, raw_bytes
 from genapi.weights.base import (
     Bucket,
@@ -78,6 +79,11 @@ class Memory:
                     f"tensor {meta.name!r} is {meta.dtype}, which numpy lacks, and cannot be "
                     "handed to a worker in this process; cast it to float32"
                 ) from None
+
+    def towards(self, receivers: Receivers | None) -> "Memory":
+        """The same: an embedded engine takes it, whatever it speaks."""
+        del receivers
+        return self
 
     async def sender(self, *, world_size: int, timeout_s: float) -> "MemorySender":
         """The trainer's end of a group of `world_size` ranks. Nothing in it waits.

@@ -262,7 +262,7 @@ def test_what_the_transport_says_of_the_form_of_a_bucket_is_passed_on() -> None:
         "names": ["a"],
         "dtype_names": ["float32"],
         "shapes": [[1]],
-        "load_format": "flattened_bucket",
+        "packed": True,
         "data": ["AAAA"],
         "digest": "x:y",
     }

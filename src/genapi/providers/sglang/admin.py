@@ -35,6 +35,7 @@ from genapi.providers.sglang.errors import (
 from genapi.providers.sglang.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
+from genapi.publication.receivers import Receivers
 from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
@@ -125,6 +126,7 @@ class SGLangAdmin:
 
     verdicts: Mapping[Seen, Verdict] = VERDICTS
     finish_sets_label = False
+    receivers: Receivers | None = Receivers(store_prefixes=(GROUP, f"{GROUP}/"))
     marks = True  # RUN recovery.md, both pauses: aborts nothing, leaves no span
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
@@ -245,7 +247,7 @@ class SGLangAdmin:
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": None,
-            "load_format": update_info.get("load_format"),
+            "load_format": "flattened_bucket" if update_info.get("packed") else None,
         }
         for name in ("data", "digest"):
             if name in update_info:

@@ -21,6 +21,7 @@ from genapi.providers.vllm.errors import NOT_FOUND
 from genapi.providers.vllm.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
+from genapi.publication.receivers import Receivers
 from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
@@ -77,6 +78,7 @@ class VLLMAdmin:
 
     verdicts: Mapping[Seen, Verdict] = VERDICTS
     finish_sets_label = True
+    receivers: Receivers | None = None
     marks = True  # RUN recovery.md: set while paused it aborts nothing and leaves no span
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
