@@ -135,7 +135,7 @@ pytest_add_cli_args_test_selection = [
     "-k", "not two_workers and not two_publishers and not superseded and not leaves_out",
 ]
 """  # what is mutated, and the quick tests that have to notice
-ENGINES = ("torch", "vllm")  # the first has torch and nothing else: what engine_side may count on
+ENGINES = ("torch", "vllm", "sglang")  # the first has torch alone: what engine_side may count on
 
 
 def size_mb(place: pathlib.Path) -> int:

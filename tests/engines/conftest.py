@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.engines.kit.server import Server, serving
+from tests.engines.kit.server import VLLM, Engine, Server, serving
+from tests.engines.kit.sglang.engine import SGLANG
 
 KIT = pathlib.Path(__file__).parent / "kit"
 ANSWER_LIMIT_S = 120.0
@@ -78,26 +79,38 @@ def vllm_environment() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def sglang_environment() -> pathlib.Path:
+    """An environment with SGLang."""
+    return environment("sglang")
+
+
+@pytest.fixture(scope="session")
+def reference_environment() -> pathlib.Path:
+    """An environment with `transformers`, as that of each engine is."""
+    return environment("vllm" if "GENAPI_ENGINE_VLLM" in os.environ else "sglang")
+
+
+@pytest.fixture(scope="session")
 def torch_environment() -> pathlib.Path:
     """An environment with torch and genapi, and nothing that genapi depends on."""
     return environment("torch")
 
 
 @pytest.fixture(scope="session")
-def models(vllm_environment: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(reference_environment: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Two tiny models."""
     root = tmp_path_factory.mktemp("models")
-    python = vllm_environment / "bin" / "python"
+    python = reference_environment / "bin" / "python"
     subprocess.run([python, KIT / "models.py", root], check=True, timeout=ANSWER_LIMIT_S)
     return Models(root / "seed0", root / "seed1")
 
 
 @pytest.fixture(scope="session")
-def transformers(vllm_environment: pathlib.Path) -> Iterator[Callable[[Question], Any]]:
-    """Asks `transformers`, which runs in the engine's environment."""
+def transformers(reference_environment: pathlib.Path) -> Iterator[Callable[[Question], Any]]:
+    """Asks `transformers`, which runs in an engine's environment."""
     answers: queue.Queue[str] = queue.Queue()
     with subprocess.Popen(
-        [vllm_environment / "bin" / "python", KIT / "reference.py"],
+        [reference_environment / "bin" / "python", KIT / "reference.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -153,23 +166,46 @@ def oracle(transformers: Callable[[Question], Any]) -> Oracle:
     return ask
 
 
+def serve_by(
+    engine: Engine,
+    place: pathlib.Path,
+    models: Models,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Serve:
+    def start(
+        count: int = 1, *, flags: Sequence[str] = ()
+    ) -> contextlib.AbstractContextManager[tuple[Server, ...]]:
+        folder = tmp_path_factory.mktemp(engine.scheme)
+        return serving(place, models.seed0, count=count, folder=folder, flags=flags, engine=engine)
+
+    return start
+
+
 @pytest.fixture(scope="session")
 def serve(
     vllm_environment: pathlib.Path, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Serve:
     """`with serve(count, flags=[...]) as servers:` for servers of seed 0 of one's own."""
+    return serve_by(VLLM, vllm_environment, models, tmp_path_factory)
 
-    def start(
-        count: int = 1, *, flags: Sequence[str] = ()
-    ) -> contextlib.AbstractContextManager[tuple[Server, ...]]:
-        folder = tmp_path_factory.mktemp("vllm")
-        return serving(vllm_environment, models.seed0, count=count, folder=folder, flags=flags)
 
-    return start
+@pytest.fixture(scope="session")
+def serve_sglang(
+    sglang_environment: pathlib.Path, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Serve:
+    """The same for SGLang."""
+    return serve_by(SGLANG, sglang_environment, models, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def vllm_pair(serve: Serve) -> Iterator[tuple[Server, Server]]:
     """Two servers of seed 0, for tests that leave them serving seed 0, resumed."""
     with serve(2) as (first, second):
+        yield first, second
+
+
+@pytest.fixture(scope="session")
+def sglang_pair(serve_sglang: Serve) -> Iterator[tuple[Server, Server]]:
+    """Two servers of seed 0, for tests that leave them serving seed 0, resumed."""
+    with serve_sglang(2) as (first, second):
         yield first, second

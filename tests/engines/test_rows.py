@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 import genapi
 from genapi import Outcome, PolicyVersion
 from genapi.events import AdminCalled, Event, PhaseStarted
-from genapi.providers.vllm.verdicts import ROWS, VERDICTS
+from genapi.providers.registry import provider
+from genapi.providers.vllm.verdicts import ROWS
 from genapi.publication.evidence import Observed, Op, Reached, Seen
 from genapi.publication.table import Phase
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Receipt, Recovery
@@ -231,7 +232,7 @@ class Publication:
         print(f"\n{report}")
         assert not report.committed
         (receipt,) = report.receipts
-        verdict = VERDICTS[self.way.row]
+        verdict = provider(self.server.engine.scheme).admin.verdicts[self.way.row]
         assert (receipt.outcome, receipt.evidence) == (verdict.outcome, verdict.evidence)
         assert receipt.recovery is verdict.recovery
         assert receipt.fence is not None

@@ -51,7 +51,8 @@ def anyio_backend() -> str:
 
 
 def target(*servers: Server) -> str:
-    return "vllm://" + ",".join(server.address for server in servers)
+    scheme = servers[0].engine.scheme
+    return f"{scheme}://" + ",".join(server.address for server in servers)
 
 
 def request(*, tokens: int = 16, **more: Any) -> GenerateRequest:

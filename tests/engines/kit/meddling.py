@@ -14,6 +14,7 @@ from typing import Any, Literal
 import anyio
 
 import genapi
+from genapi.publication.receivers import Receivers
 from genapi.transports.base import Plane, StreamReply
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.weights.base import Bucket, Sender, WeightTransport
@@ -22,6 +23,7 @@ from genapi.wire.http import HTTPCall, HTTPReply, json_body
 __all__ = ("Breaking", "Meddled", "Meddling")
 
 SECOND = 2
+UPDATES = ("/update_weights", "/update_weights_from_distributed")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Meddling:
         self.calls.append(call.path)
         nth = self.calls.count(call.path)
         self.told(call.path, nth)
-        if call.path == "/update_weights" and nth == SECOND:
+        if call.path in UPDATES and nth == SECOND:
             self.second_bucket.set()
         how = {m for m in self.meddled if m.path == call.path and m.nth == nth}
         for meddled in how:
@@ -115,6 +117,10 @@ class Breaking:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def towards(self, receivers: Receivers | None) -> Breaking:
+        self._inner = self._inner.towards(receivers)
+        return self
 
     async def sender(self, *, world_size: int, timeout_s: float) -> Any:
         inner = await self._inner.sender(world_size=world_size, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
-"""Starts and stops real vLLM servers.
+"""Starts and stops real servers: vLLM, unless another engine is named.
 
 The rule of this file: what is started here ends here. Each server leads a session of its own,
-because vLLM's engine processes outlive a parent that is killed: it is asked to stop by SIGTERM,
+because an engine's processes outlive a parent that is killed: it is asked to stop by SIGTERM,
 and then whatever is left of its process group is killed.
 
     with serving(environment, model, count=2, folder=logs) as (first, second):
@@ -26,9 +26,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ("Server", "ServerError", "free_port", "port_was_taken", "serving", "start", "wait_ready")
+__all__ = (
+    "VLLM",
+    "Engine",
+    "Server",
+    "ServerError",
+    "free_port",
+    "port_was_taken",
+    "serving",
+    "start",
+    "wait_ready",
+)
 
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 20.0
@@ -65,6 +75,45 @@ FLAGS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How servers of one engine are started.
+
+    Attributes:
+        scheme: of targets.
+        module: what Python runs.
+        model_flag: what names the model's folder.
+        flags: of every server.
+        variables: of a server's environment, by its own folder and its model's.
+        ready: the path that says 200 as soon as it serves.
+    """
+
+    scheme: str
+    module: str
+    model_flag: str
+    flags: tuple[str, ...]
+    variables: Callable[[pathlib.Path, pathlib.Path], Mapping[str, str]]
+    ready: str
+
+
+def _vllm_variables(folder: pathlib.Path, model: pathlib.Path) -> Mapping[str, str]:
+    return SETTINGS | {
+        "VLLM_CONFIG_ROOT": str(folder / "vllm"),
+        # What the first server finds out about the model's class takes each other one 10 s.
+        "VLLM_CACHE_ROOT": str(model.parent / "vllm"),
+    }
+
+
+VLLM = Engine(
+    scheme="vllm",
+    module=MODULE,
+    model_flag="--model",
+    flags=FLAGS,
+    variables=_vllm_variables,
+    ready="/health",
+)
+
+
 class ServerError(Exception):
     """A server did not start; the message holds the end of its log."""
 
@@ -77,12 +126,14 @@ class Server:
         url: its base URL.
         log: the file that holds all its output.
         process: its API server process, the leader of its process group.
+        engine: what it runs.
         gone: set when the whole group has ended; its id may then be another's.
     """
 
     url: str
     log: pathlib.Path
     process: subprocess.Popen[bytes]
+    engine: Engine = VLLM
     gone: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
@@ -118,9 +169,9 @@ class Server:
             return reply.status, text
 
     def is_healthy(self) -> bool:
-        """Whether /health says 200."""
+        """Whether it says that it serves."""
         try:
-            status, _ = self.request("GET", "/health", timeout_s=5.0)
+            status, _ = self.request("GET", self.engine.ready, timeout_s=5.0)
         except (OSError, http.client.HTTPException):
             return False
         return status == http.HTTPStatus.OK
@@ -164,6 +215,7 @@ def serving(
     count: int = 1,
     folder: pathlib.Path,
     flags: Sequence[str] = (),
+    engine: Engine = VLLM,
 ) -> Iterator[tuple[Server, ...]]:
     """Servers of one model, started at the same time and stopped at the end.
 
@@ -174,7 +226,7 @@ def serving(
 
         def launch(number: int, attempt: int) -> Server:
             place = folder / f"server{number}-{attempt}"
-            server = start(environment, model, folder=place, flags=flags)
+            server = start(environment, model, folder=place, flags=flags, engine=engine)
             stack.callback(server.stop)
             return server
 
@@ -202,22 +254,22 @@ def start(
     folder: pathlib.Path,
     flags: Sequence[str] = (),
     port: int | None = None,
+    engine: Engine = VLLM,
 ) -> Server:
-    """Start a server and return at once; its log goes to `folder`, its cache beside the model.
+    """Start a server and return at once; its log goes to `folder`.
 
     Without `port` it gets one that is free.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     port = port or free_port()
-    variables = {k: v for k, v in os.environ.items() if k not in REMOVED} | SETTINGS
-    variables["VLLM_CONFIG_ROOT"] = str(folder / "vllm")
-    # What the first server finds out about the model's class takes each other one 10 s.
-    variables["VLLM_CACHE_ROOT"] = str(model.parent / "vllm")
+    variables = {k: v for k, v in os.environ.items() if k not in REMOVED}
+    variables |= engine.variables(folder, model)
     python = environment / "bin" / "python"
+    own = (f"{engine.model_flag}={model}", f"--port={port}")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [python, "-m", MODULE, f"--model={model}", f"--port={port}", *FLAGS, *flags],
+            [python, "-m", engine.module, *own, *engine.flags, *flags],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -225,7 +277,7 @@ def start(
             cwd=folder,
             start_new_session=True,
         )
-    return Server(f"http://127.0.0.1:{port}", log, process)
+    return Server(f"http://127.0.0.1:{port}", log, process, engine)
 
 
 def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
@@ -240,7 +292,7 @@ def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
         if status is not None:
             raise ServerError(f"the server ended with {status}:\n{server.log_tail()}")
         if time.monotonic() > deadline:
-            raise ServerError(f"no /health within {limit_s:g} s:\n{server.log_tail()}")
+            raise ServerError(f"no answer within {limit_s:g} s:\n{server.log_tail()}")
         _pause()
 
 

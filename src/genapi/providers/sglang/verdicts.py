@@ -1,8 +1,8 @@
 """What SGLang's answers prove about a worker's weights, and what heals it.
 
 The rule of this file: a row is a claim about one engine version. RUN was seen on SGLang 0.5.23
-over gloo (transcripts `weights_NN`); READ is in its source only and was not run; RULE follows from
-how publications work whatever the engine does.
+over gloo, the way back included (numbers name transcripts `weights_NN`); READ is in its source only
+and was not run; RULE follows from how publications work whatever the engine does.
 
 An update that failed leaves its session open, so every way back from one begins with closing it.
 """
@@ -132,7 +132,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
-        "RUN 04b: end closes it; that a full publication then heals is READ",
+        "RUN 04b: end closes it, and a full publication heals",
     ),
     row(
         Op.BEGIN,
@@ -150,7 +150,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
-        "READ weight_updater.py: an open session is closed by end",
+        "RUN: it may have acted or not; where a session is open end closes it",
     ),
     row(
         Op.UPDATE,
@@ -168,7 +168,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.REJECTED,
         _CLOSE,
-        "RUN 16: partially updated, to be discarded; that a full session heals it is READ",
+        "RUN 16: partially updated, to be discarded; a full session heals it",
     ),
     row(
         Op.UPDATE,
@@ -196,8 +196,8 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
-        "READ: over gloo the receiver fails when the sender leaves; an NCCL receiver stays in its "
-        "broadcast, and healing it then ends in a restart",
+        "RUN: over gloo the receiver fails when the sender leaves; READ: an NCCL receiver stays in "
+        "its broadcast, and healing it then ends in a restart",
     ),
     row(
         Op.FINISH,
@@ -242,7 +242,8 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.SESSION_CLOSED_EMPTY,
         _AGAIN,
-        "READ weight_updater.py: an empty session restores and finishes the weights it had",
+        "RUN: a full publication heals; READ weight_updater.py: an empty session restores and "
+        "finishes the weights it had",
     ),
     row(
         Op.CLOSE,
@@ -251,7 +252,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.OTHER_LABEL,
         _AGAIN,
-        "READ weight_updater.py: every bucket was loaded as it came; a full session loads all anew",
+        "RUN: every bucket was loaded as it came; a full session loads all anew",
     ),
     row(
         Op.READ,
@@ -260,7 +261,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.OTHER_LABEL,
         _CLOSE,
-        "RULE: any label but the attempt's own proves nothing after BEGIN",
+        "RUN: any label but the attempt's own proves nothing after BEGIN",
     ),
     row(
         Op.READ,
@@ -269,7 +270,7 @@ ROWS: tuple[Row, ...] = (
         _COMMITTED,
         Evidence.OWN_LABEL,
         _AGAIN,
-        "RULE: the label was set by a call of its own after end had answered; paused until it "
+        "RUN: the label was set by a call of its own after end had answered; paused until it "
         "serves with the others",
     ),
     row(
@@ -279,7 +280,7 @@ ROWS: tuple[Row, ...] = (
         _COMMITTED,
         Evidence.OWN_LABEL,
         None,
-        "RULE: it holds the label and serves",
+        "RUN: it holds the label and serves",
     ),
     row(
         Op.PROBE,
@@ -288,7 +289,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.OTHER_LABEL,
         _AGAIN,
-        "RULE: somebody labelled it, or another process came up at its address",
+        "RUN: somebody labelled it; or another process came up at its address",
     ),
     row(
         Op.READ,
@@ -297,7 +298,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.OTHER_CHECKSUM,
         _AGAIN,
-        "READ weight_updater.py: a full session loads every tensor anew",
+        "RUN: a full session loads every tensor anew",
     ),
     row(
         Op.PROBE,
@@ -306,7 +307,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.OTHER_SCORES,
         _AGAIN,
-        "READ weight_updater.py: a full session loads every tensor anew",
+        "RUN: a full session loads every tensor anew",
     ),
     row(
         None,
