@@ -109,7 +109,6 @@ class OffPolicyWindow(Value):
         for span in trace.spans:
             lag = version_lag(first if self.basis == "start" else span.lo, consumer)
             mask[span.start : span.end] = lag is not None and lag <= self.max_lag
-        mask.flags.writeable = False
         return mask
 
     def _stale(
@@ -140,9 +139,7 @@ class OffPolicyWindow(Value):
 
 
 def _mask(tokens: int, *, value: bool) -> BoolArray:
-    mask = np.full(tokens, value, dtype=np.bool_)
-    mask.flags.writeable = False
-    return mask
+    return np.full(tokens, value, dtype=np.bool_)
 
 
 def _rejected(tokens: int, lag: int | None, reason: DropReason) -> Verdict:

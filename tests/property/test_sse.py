@@ -18,6 +18,7 @@ LINES = st.sampled_from(
         "data: ✅z".encode(),
         b"data: [DONE]",
         b"data: \xef\xbb\xbf",
+        b"\xef\xbb\xbfdata: a",
         b": comment",
         b"event: error",
         b"id: 1",

@@ -121,6 +121,17 @@ def test_what_has_no_form_in_json_is_refused_before_it_is_sent() -> None:
         json_body({"options": object()})
 
 
+@pytest.mark.parametrize("url", ["http://h:65536", "http://h:x", "http://[::1:8000"])
+def test_a_url_that_cannot_be_taken_apart_is_named(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not an origin") as caught:
+        origin(url)
+    assert repr(url) in str(caught.value)
+
+
+def test_a_url_without_a_host_is_not_on_this_host() -> None:
+    assert not is_loopback("http://:8000")
+
+
 def test_a_password_with_an_at_sign_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         origin("//user:p@ss@host")

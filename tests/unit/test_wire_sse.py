@@ -2,6 +2,7 @@
 
 import pytest
 
+from genapi.errors import ReplyError
 from genapi.wire.sse import SSEDecoder
 
 
@@ -25,7 +26,6 @@ from genapi.wire.sse import SSEDecoder
         (b"data: a\n", []),
         (b"data: a", []),
     ],
-    ids=str,
 )
 def test_the_payloads_of_a_stream(text: bytes, payloads: list[bytes]) -> None:
     assert SSEDecoder().feed(text) == payloads
@@ -37,6 +37,8 @@ def test_the_payloads_of_a_stream(text: bytes, payloads: list[bytes]) -> None:
         (b"", False),
         (b"data: a\n\n", False),
         (b": ping\n", False),
+        (b"\n", False),
+        (b"\xef\xbb\xbf", False),
         (b"data: a\n", True),
         (b"data: a", True),
         (b"da", True),
@@ -57,3 +59,17 @@ def test_a_character_may_be_cut_inside() -> None:
         '{"text":"✅z"}'.encode(),
         b"[DONE]",
     ]
+
+
+def test_a_byte_order_mark_counts_only_at_the_start() -> None:
+    decoder = SSEDecoder()
+    assert decoder.feed(b"\n") == []
+    assert decoder.feed(b"\xef\xbb\xbfdata: a\n\n") == []
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_line_that_never_ends_is_refused(pieces: int) -> None:
+    decoder = SSEDecoder()
+    with pytest.raises(ReplyError, match="longer than 268435456 bytes"):
+        for _ in range(pieces):
+            decoder.feed(bytes((256 << 20) // pieces + 1))
