@@ -39,7 +39,7 @@ def with_contexts(
         version = span.lo if span.is_attested else None
         rule = rules.get(version, "unknown") if version is not None else "unknown"
         if oldest is not None and version is not None and version.run == oldest.run:
-            oldest = min(oldest, version, key=lambda v: v.step)
+            oldest = min(oldest, version)
         else:
             oldest = None
         context = {"own": version, "carried": oldest, "unknown": None}[rule]

@@ -43,5 +43,5 @@ def plan_digest(group: str, manifest: Iterable[Described], ends: Sequence[int]) 
 
 
 def _digest(content: object) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    text = json.dumps(content, sort_keys=True, default=str)
     return sha256(text.encode()).hexdigest()[:_LENGTH]

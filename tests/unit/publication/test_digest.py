@@ -1,5 +1,6 @@
 """What both ends agree on: equal where nothing differs, different where anything does."""
 
+from ipaddress import ip_address
 from typing import Any
 
 import pytest
@@ -55,6 +56,16 @@ def test_another_worker_rank_or_wire_parameter_is_another_group(change: dict[str
 )
 def test_another_tensor_order_or_bucket_is_another_plan(change: dict[str, Any]) -> None:
     assert plan_digest(**{**PLAN, **change}) != plan_digest(**PLAN)
+
+
+def test_a_wire_parameter_that_json_does_not_know_counts_by_its_text() -> None:
+    here, there = (
+        group_digest(
+            GROUP["backend"], {"master_address": ip_address(text)}, offsets=GROUP["offsets"]
+        )
+        for text in ("10.0.0.1", "10.0.0.2")
+    )
+    assert here != there
 
 
 def test_the_digest_of_a_plan_begins_with_that_of_its_group() -> None:

@@ -53,6 +53,15 @@ def test_a_tensor_more_than_before_is_extra() -> None:
     assert str(found) == "extra: 'model.rotary.inv_freq'"
 
 
+def test_a_name_that_does_not_begin_like_the_others_is_told_apart_from_them() -> None:
+    before = [meta("model.a.w"), meta("model.b.w"), meta("x.v")]
+    now = [meta("actor.a.w"), meta("actor.b.w"), meta("actor.x.v")]
+    assert [(d.before, d.now) for d in explain(before, now)] == [
+        (("model.a.w", "model.b.w"), ("actor.a.w", "actor.b.w")),
+        (("x.v",), ("actor.x.v",)),
+    ]
+
+
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])
 def test_a_wrapper_of_the_module_is_one_pattern(wrapper: str) -> None:
     now = renamed({name: wrapper + name for name in NAMES})
