@@ -98,7 +98,7 @@ def _renamed(missing: Specs, extra: Specs) -> Iterator[Difference]:
         backwards = {name.replace(wrapper, ""): name for name in extra if wrapper in name}
         yield from _taken(missing, extra, backwards.get, f"with {wrapper!r} in it")
     while patterns := _prefixes(missing, extra):
-        (was, is_now), _ = min(patterns.items(), key=lambda entry: (-entry[1], entry[0]))
+        was, is_now = max(patterns, key=patterns.__getitem__)
         yield from _taken(
             missing,
             extra,

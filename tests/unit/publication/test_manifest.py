@@ -53,6 +53,33 @@ def test_a_tensor_more_than_before_is_extra() -> None:
     assert str(found) == "extra: 'model.rotary.inv_freq'"
 
 
+def test_what_explains_most_names_is_told_first() -> None:
+    before = [meta("m.v"), meta("m.w")]
+    now = [meta("a.m.w"), meta("z.m.v"), meta("z.m.w")]
+    assert list(map(str, explain(before, now))) == [
+        "renamed, with 'z.' in front: 'm.v', 'm.w', now 'z.m.v' and so on",
+        "extra: 'a.m.w'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("was", "is_now", "told"),
+    [
+        ("model.", "actor.", "renamed, 'model.' became 'actor.': 'model.n.w', now 'actor.n.w'"),
+        ("model.", "", "renamed, without 'model.' in front: 'model.n.w', now 'n.w'"),
+        ("", "actor.", "renamed, with 'actor.' in front: 'n.w', now 'actor.n.w'"),
+    ],
+)
+def test_a_new_beginning_is_told_beside_the_old_one(was: str, is_now: str, told: str) -> None:
+    (found,) = explain([meta(was + "n.w")], [meta(is_now + "n.w")])
+    assert str(found) == told
+
+
+def test_a_few_names_are_all_told() -> None:
+    (found,) = explain([meta(f"n{i}.w") for i in range(3)], [])
+    assert str(found) == "missing: 'n0.w', 'n1.w', 'n2.w'"
+
+
 def test_a_name_that_does_not_begin_like_the_others_is_told_apart_from_them() -> None:
     before = [meta("model.a.w"), meta("model.b.w"), meta("x.v")]
     now = [meta("actor.a.w"), meta("actor.b.w"), meta("actor.x.v")]
