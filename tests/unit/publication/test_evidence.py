@@ -50,10 +50,10 @@ REST = row(
 
 
 def test_a_row_written_as_a_line_has_a_column_for_everything() -> None:
-    assert ROWS == (
+    assert (
         Row(None, None, (Reached.NOT_BEGUN,), UNTOUCHED, "RULE: nothing was asked"),
         Row(Op.BEGIN, Observed.REFUSED, (Reached.EMPTY, Reached.SENT), UNKNOWN, "RUN: seen"),
-    )
+    ) == ROWS
 
 
 def test_a_row_counts_at_every_place_that_it_names() -> None:
