@@ -52,12 +52,14 @@ def transaction(
     fences: Mapping[WorkerId, Fence] | None = None,
     acknowledged: bool = False,
     finish_sets_label: bool = True,
+    marks: bool = True,
 ) -> Transaction:
     return Transaction(
         label=NEW,
         workers={worker: Progress(fence=(fences or {}).get(worker)) for worker in (A, B)},
         acknowledged=acknowledged,
         finish_sets_label=finish_sets_label,
+        marks=marks,
     )
 
 
@@ -286,6 +288,14 @@ def test_a_label_of_its_own_is_set_after_every_session_was_closed_and_its_reply_
 
 def test_where_finish_carries_the_label_none_is_set_apart() -> None:
     assert Op.LABEL not in {op for op, _ in Played({}).asked}
+
+
+def test_where_no_label_is_written_ahead_everything_else_is_asked_of_everybody() -> None:
+    usual, unmarked = Played({}), Played({}, tx=transaction(marks=False))
+    assert (Op.MARK, A) in usual.asked
+    assert unmarked.asked == [ask for ask in usual.asked if ask[0] is not Op.MARK]
+    failed = Played({(Op.PAUSE, B): LOST}, tx=transaction(marks=False))
+    assert (Op.RESUME, A) in failed.asked
 
 
 def test_a_resume_that_fails_fences_its_worker_and_lets_the_others_serve() -> None:

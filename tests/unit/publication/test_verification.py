@@ -25,6 +25,8 @@ from genapi.publication.transaction import (
 )
 from genapi.publication.verification import (
     Checks,
+    Found,
+    compare,
     compare_checksums,
     compare_scores,
     found_of,
@@ -96,6 +98,56 @@ def test_the_gap_is_the_largest_difference_from_the_trainers_numbers() -> None:
     assert found["w"].fault is None
 
 
+def test_what_is_just_as_far_as_allowed_is_believed() -> None:
+    assert out([[-1.0], [-1.5]], Checks(tolerance=0.5)) == []
+    assert out([[-1.5]], Checks(trainer=(-1.0,), max_gap=0.5)) == []
+
+
+ALLOWED = "at most 0.001 are allowed"
+
+
+@pytest.mark.parametrize(
+    ("scores", "trainer", "faults"),
+    [
+        ([[math.nan], [-1.0]], None, ["its scores are not numbers", None]),
+        ([[-1.0], [-3.0]], None, ["workers disagree by up to 2 nats, and no majority agrees"] * 2),
+        (
+            [[-1.0], [-1.0], [-1.25]],
+            None,
+            [
+                None,
+                None,
+                f"its scores are up to 0.25 nats from those of most workers, {ALLOWED}",
+            ],
+        ),
+        (
+            [[-1.0], [-1.5]],
+            (-1.0,),
+            [
+                None,
+                "its scores are up to 0.5 nats from the trainer's, at most 0.1 are allowed",
+            ],
+        ),
+    ],
+)
+def test_why_scores_cannot_be_trusted_is_told_in_nats(
+    scores: list[list[float]], trainer: tuple[float, ...] | None, faults: list[str | None]
+) -> None:
+    found = compare_scores(dict(enumerate(scores)), Checks(trainer=trainer))
+    assert [found[number].fault for number in range(len(scores))] == faults
+
+
+def test_every_worker_is_told_its_peers_and_its_gap() -> None:
+    scores = {"a": [-1.0], "b": [-1.0], "far": [-1.0625], "out": [-2.0]}
+    found = compare_scores(scores, Checks(trainer=(-1.0,)))
+    assert {k: (c.peers, c.gap) for k, c in found.items()} == {
+        "a": (1, 0.0),
+        "b": (1, 0.0),
+        "far": (0, 0.0625),
+        "out": (0, 1.0),
+    }
+
+
 @given(
     true=st.lists(st.floats(-20, 0), min_size=1, max_size=4),
     good=st.integers(1, 6),
@@ -124,6 +176,71 @@ def test_a_parameter_that_one_lacks_is_a_difference() -> None:
     whole = {"x": "1", "y": "2"}
     found = compare_checksums({1: ("t", whole), 2: ("t", whole), 3: ("t", {"x": "1"})})
     assert found[3].fault is not None
+
+
+@pytest.mark.parametrize(("lost", "told"), [(3, "p0, p1, p2"), (5, "p0, p1, p2 and 2 more")])
+def test_the_first_parameters_that_differ_are_named_and_the_others_counted(
+    lost: int, told: str
+) -> None:
+    whole = {f"p{i}": "1" for i in range(6)}
+    other = {**whole, **{f"p{i}": "2" for i in range(lost)}}
+    found = compare_checksums({1: ("t", whole), 2: ("t", whole), 3: ("t", other)})
+    assert found[3].fault == f"it holds other bytes than most workers in {told}"
+
+
+def test_facts_of_a_worker_show_what_the_comparison_found() -> None:
+    right = Answer(Observed.DONE, facts={"scores": (-1.0,), "label": "l"})
+    wrong = Answer(Observed.DONE, facts={"scores": (-1.5,)})
+    silent = Answer(Observed.LOST, facts={"scores": (-1.0,)})
+    blank = Answer(Observed.DONE)
+    answers = {"a": right, "b": right, "c": wrong, "d": silent, "e": blank}
+    compared = compare(Op.PROBE, answers, Checks(trainer=(-1.0,)))
+    assert set(compared) == {"a", "b", "c"}
+    assert compared["a"] == Answer(
+        Observed.DONE, facts={"scores": (-1.0,), "label": "l", "peers": 1, "gap": 0.0}
+    )
+    assert compared["c"] == Answer(
+        Observed.DIFFERS,
+        "its scores are up to 0.5 nats from the trainer's, at most 0.1 are allowed",
+        {"scores": (-1.5,), "peers": 0, "gap": 0.5},
+    )
+
+
+def test_workers_that_name_no_topology_are_compared_with_each_other() -> None:
+    answers = {
+        key: Answer(Observed.DONE, facts={"checksums": {"x": digest}, **topology})
+        for key, digest, topology in (
+            ("a", "1", {}),
+            ("b", "1", {"topology": None}),
+            ("c", "2", {"topology": "tp2"}),
+        )
+    }
+    compared = compare(Op.READ, answers, Checks())
+    assert {key: answer.facts["peers"] for key, answer in compared.items()} == {
+        "a": 1,
+        "b": 1,
+        "c": 0,
+    }
+    assert all(answer.done for answer in compared.values())
+
+
+@pytest.mark.parametrize("op", sorted(set(Op) - {Op.READ, Op.PROBE}))
+def test_nothing_else_that_is_asked_is_compared(op: Op) -> None:
+    answers = {key: Answer(Observed.DONE, facts={"scores": (s,)}) for key, s in (("a", -1.0),)}
+    assert compare(op, answers, PROBE) == {}
+
+
+def test_what_a_checksum_did_not_see_and_how_far_the_trainer_is_are_found() -> None:
+    answers = {
+        Op.READ: Answer(Observed.DONE, facts={"label": "l", "peers": 2, "blind": 4}),
+        Op.PROBE: Answer(Observed.DONE, facts={"peers": 0, "gap": 0.25}),
+    }
+    checks = Checks(("label", "checksum", "probe"))
+    assert found_of("l", answers, checks) == Found(("label", "checksum", "probe"), 4, 0.25)
+    lost = {Op.READ: Answer(Observed.LOST, facts={"peers": 2}), Op.PROBE: answers[Op.PROBE]}
+    assert found_of("l", lost, checks) == Found(("probe",), None, 0.25)
+    differs = {Op.PROBE: Answer(Observed.DIFFERS, facts={"peers": 1, "gap": 0.25})}
+    assert found_of("l", differs, checks) == Found((), None, 0.25)
 
 
 LABEL = "genapi:r:3:1"
