@@ -298,6 +298,48 @@ def test_where_no_label_is_written_ahead_everything_else_is_asked_of_everybody()
     assert (Op.RESUME, A) in failed.asked
 
 
+@pytest.mark.parametrize(
+    ("op", "way_out"),
+    [
+        (Op.INSPECT, []),
+        (Op.JOIN, []),
+        (Op.PAUSE, [Phase.RELEASE]),
+        (Op.CONFIRM, [Phase.RELEASE]),
+        (Op.MARK, [Phase.UNMARK, Phase.RELEASE]),
+        (Op.BEGIN, [Phase.CLOSE, Phase.EXAMINE]),
+        (Op.UPDATE, [Phase.CLOSE, Phase.EXAMINE]),
+        (Op.FINISH, [Phase.EXAMINE]),
+        (Op.READ, []),
+    ],
+)
+def test_after_a_failure_only_the_way_out_is_walked(op: Op, way_out: list[Phase]) -> None:
+    usual, failed = Played({}).phases, Played({(op, B): Answer(Observed.REFUSED)}).phases
+    ways_out = {Phase.RELEASE, Phase.UNMARK, Phase.CLOSE, Phase.EXAMINE}
+    there = [phase for phase in failed if phase not in ways_out]
+    assert there == usual[: len(there)]
+    assert failed[len(there) :] == way_out
+
+
+@pytest.mark.parametrize(
+    ("act", "way_out"),
+    [
+        (Act.STAGE, []),
+        (Act.JOIN, []),
+        (Act.INTEND, [Phase.UNMARK, Phase.RELEASE]),
+        (Act.SEND, [Phase.CLOSE, Phase.EXAMINE]),
+        (Act.COMMIT, []),
+    ],
+)
+def test_after_a_failure_of_its_own_a_publication_only_walks_the_way_out(
+    act: Act, way_out: list[Phase]
+) -> None:
+    played = Played({}, fails=act)
+    assert [p for p in played.phases if p not in Played({}).phases] == way_out
+    assert Phase.OPEN not in played.phases
+    assert not played.tx.committed
+    assert played.tx.error == f"{act}: no"
+
+
 def test_a_resume_that_fails_fences_its_worker_and_lets_the_others_serve() -> None:
     played = Played({(Op.RESUME, A): Answer(Observed.REFUSED, "still paused")})
     assert played.verdict(A) == Verdict(Outcome.COMMITTED, Evidence.OWN_LABEL, Recovery.REPUBLISH)
