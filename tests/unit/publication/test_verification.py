@@ -48,7 +48,7 @@ def test_levels_come_in_their_order_and_the_label_is_among_them() -> None:
     assert levels_of(()) == ("label",)
     assert levels_of(["probe", "checksum"]) == ("label", "checksum", "probe")
     assert levels_of("probe") == ("label", "probe")
-    with pytest.raises(ConfigError, match="'hash' is none of"):
+    with pytest.raises(ConfigError, match="'hash' is none of label, checksum, probe"):
         levels_of(["hash"])
 
 
@@ -137,6 +137,16 @@ def test_why_scores_cannot_be_trusted_is_told_in_nats(
     assert [found[number].fault for number in range(len(scores))] == faults
 
 
+def test_workers_that_were_asked_for_no_scores_agree() -> None:
+    found = compare_scores({"a": [], "b": []}, Checks(trainer=()))
+    assert [(c.peers, c.gap, c.fault) for c in found.values()] == [(1, 0.0, None)] * 2
+
+
+def test_scores_of_other_ids_than_the_trainers_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="is longer than"):
+        compare_scores({"a": [-1.0]}, Checks(trainer=(-1.0, -2.0)))
+
+
 def test_every_worker_is_told_its_peers_and_its_gap() -> None:
     scores = {"a": [-1.0], "b": [-1.0], "far": [-1.0625], "out": [-2.0]}
     found = compare_scores(scores, Checks(trainer=(-1.0,)))
@@ -211,7 +221,7 @@ def test_workers_that_name_no_topology_are_compared_with_each_other() -> None:
         key: Answer(Observed.DONE, facts={"checksums": {"x": digest}, **topology})
         for key, digest, topology in (
             ("a", "1", {}),
-            ("b", "1", {"topology": None}),
+            ("b", "1", {"topology": 7}),
             ("c", "2", {"topology": "tp2"}),
         )
     }
