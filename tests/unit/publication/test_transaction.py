@@ -29,6 +29,7 @@ from genapi.types.worker import Evidence, Fence, FenceStrength, Outcome, Recover
 OLD = PolicyVersion(run="r", step=2).label
 NEW = PolicyVersion(run="r", step=3).label
 A, B = (WorkerId(provider="vllm", instance=name) for name in "ab")
+STRANGER = WorkerId(provider="vllm", instance="c")
 DONE = Answer(Observed.DONE)
 LOST = Answer(Observed.LOST)
 DEAD = Answer(Observed.DEAD)
@@ -350,6 +351,24 @@ def test_a_resume_that_fails_fences_its_worker_and_lets_the_others_serve() -> No
     assert (Op.PROBE, A) not in played.asked
 
 
+@pytest.mark.parametrize(
+    ("op", "answer", "strength"),
+    [
+        (Op.PAUSE, LOST, FenceStrength.CLIENT),
+        (Op.READ, LOST, FenceStrength.PAUSED),
+        (Op.RESUME, Answer(Observed.REFUSED), FenceStrength.PAUSED),
+        (Op.PROBE, LOST, FenceStrength.CLIENT),
+        (Op.PROBE, DEAD, FenceStrength.DEAD),
+    ],
+)
+def test_a_fence_says_whether_the_engine_stands_still(
+    op: Op, answer: Answer, strength: FenceStrength
+) -> None:
+    barrier = Played({(op, B): answer}).fence(B)
+    assert barrier is not None
+    assert barrier.strength is strength
+
+
 def test_an_event_after_the_end_is_refused() -> None:
     played = Played({})
     with pytest.raises(ValueError, match="has ended"):
@@ -360,6 +379,10 @@ def test_an_answer_that_nobody_waits_for_is_refused() -> None:
     tx, _ = begin(transaction())
     with pytest.raises(ValueError, match="nobody waits for pause"):
         advance(tx, Answered(A, Op.PAUSE, DONE))
+    with pytest.raises(ValueError, match="nobody waits for inspect of vllm/c"):
+        advance(tx, Answered(STRANGER, Op.INSPECT, DONE))
+    with pytest.raises(ValueError, match="nobody waits for send"):
+        advance(tx, ActDone(Act.SEND))
 
 
 def test_that_the_other_end_went_away_is_the_error_only_while_nothing_else_is_known() -> None:
