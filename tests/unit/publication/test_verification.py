@@ -249,6 +249,8 @@ def test_what_a_checksum_did_not_see_and_how_far_the_trainer_is_are_found() -> N
     assert found_of("l", answers, checks) == Found(("label", "checksum", "probe"), 4, 0.25)
     lost = {Op.READ: Answer(Observed.LOST, facts={"peers": 2}), Op.PROBE: answers[Op.PROBE]}
     assert found_of("l", lost, checks) == Found(("probe",), None, 0.25)
+    odd = {Op.READ: Answer(Observed.DONE, facts={"label": "l", "blind": "many"})}
+    assert found_of("l", odd, checks) == Found(("label",), None, None)
     differs = {Op.PROBE: Answer(Observed.DIFFERS, facts={"peers": 1, "gap": 0.25})}
     assert found_of("l", differs, checks) == Found((), None, 0.25)
 
