@@ -51,14 +51,15 @@ def test_many_names_are_told_by_their_number_and_their_common_beginning() -> Non
 def test_a_tensor_more_than_before_is_extra() -> None:
     (found,) = explain(BEFORE, [*BEFORE, meta("model.rotary.inv_freq", shape=(4,))])
     assert str(found) == "extra: 'model.rotary.inv_freq'"
+    assert (found.kind, found.before, found.now) == ("extra", (), ("model.rotary.inv_freq",))
 
 
 def test_what_explains_most_names_is_told_first() -> None:
     before = [meta("m.v"), meta("m.w")]
-    now = [meta("a.m.w"), meta("z.m.v"), meta("z.m.w")]
+    now = [meta("z.m.w"), meta("a.m.v"), meta("a.m.w")]
     assert list(map(str, explain(before, now))) == [
-        "renamed, with 'z.' in front: 'm.v', 'm.w', now 'z.m.v' and so on",
-        "extra: 'a.m.w'",
+        "renamed, with 'a.' in front: 'm.v', 'm.w', now 'a.m.v' and so on",
+        "extra: 'z.m.w'",
     ]
 
 
