@@ -157,7 +157,7 @@ class Fleet:
         self._control: Control | None = None
         self._credentials: Credentials | None = None
         self._membership = Membership.of(
-            target.provider, target.workers, run=config.run, observe=observe
+            target.provider, target.workers, run=config.run, observe=self.observe
         )
         # Held by a publication: two on one fleet run one after the other, whoever asks.
         self.publishing = asyncio.Lock()

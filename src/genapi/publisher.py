@@ -355,9 +355,9 @@ class WeightPublisher:
         try:
             await drive.run()
         finally:
+            report = self._settle(drive, everyone, version, left_out)
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
-            report = self._settle(drive, everyone, version, left_out)
             await self._write_end(drive, everyone, report)
         if report.committed:
             self._manifest = drive.manifest

@@ -9,11 +9,12 @@ import pytest
 import genapi
 from genapi import PolicyVersion, PublishReport, WeightPublisher
 from genapi.embedded import Cluster, Fault
-from genapi.events import Event, PhaseStarted
+from genapi.events import Event, PhaseStarted, WorkerFenced
 from genapi.weights import WeightSource
 from tests.contract.embedded import QUICK, weights
 from tests.support.leftovers import Leftovers
 from tests.support.recorded import Recorded, RecordedCalls
+from tests.support.spread import Spread
 
 pytestmark = pytest.mark.anyio
 
@@ -240,3 +241,26 @@ async def test_publications_that_succeed_fail_and_are_cancelled_leave_nothing_be
         await while_open.none()
     await calls.aclose()
     await before.none()
+
+
+async def test_an_observer_that_fails_changes_nothing_of_how_a_failed_publication_ends() -> None:
+    seen: list[Event] = []
+
+    def observe(event: Event) -> None:
+        seen.append(event)
+        raise RuntimeError(event)
+
+    spread = Spread(Cluster.from_query({"protocol": "vllm", "workers": "2"}))
+    fleet = genapi.connect(spread.direct, transport=spread, run="r", observe=observe)
+    async with fleet:
+        p = WeightPublisher(fleet, transport=genapi.weights.Memory(), timeouts=QUICK)
+        await p.adopt(0)
+        spread.cluster.workers[0].faults.add(Fault("/update_weights", "peer_lost"))
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, genapi.weights.from_tensors(weights(1)))
+        report = caught.value.report
+        assert report == p.last_report
+        assert all(receipt.fence is not None for receipt in report.receipts)
+        workers = (await fleet.snapshot()).workers
+        assert [w.fence for w in workers] == [r.fence for r in report.receipts]
+    assert any(isinstance(event, WorkerFenced) for event in seen)
