@@ -104,7 +104,9 @@ class Ledger:
         if target is None:
             await self._lease.write(phase="idle", workers=rows)
         else:
-            await self._lease.write(phase="held", target=target, workers=rows)
+            # One of an earlier run can stay on the board, but not be written anew.
+            stays = target.run != self._lease.state.run
+            await self._lease.write(phase="held", target=None if stays else target, workers=rows)
 
 
 def _rows(workers: Iterable[tuple[WorkerId, Fence | None]]) -> tuple[BoardWorker, ...]:

@@ -351,6 +351,7 @@ class WeightPublisher:
         _check_reached(members.values())
         self._groups = await regroup(self._groups, self._rank_plans(members))
         drive = self._drive(version, source, members, plan=plan, checks=checks, left_out=left_out)
+        held = self._ledger.target
         self._fleet.membership.publishing = True
         try:
             await drive.run()
@@ -358,7 +359,7 @@ class WeightPublisher:
             report = self._settle(drive, everyone, version, left_out)
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
-            await self._write_end(drive, everyone, report)
+            await self._write_end(drive, everyone, report, held=held)
         if report.committed:
             self._manifest = drive.manifest
         return report, drive.cause
@@ -465,22 +466,31 @@ class WeightPublisher:
                 membership.fence(member, barrier)
 
     async def _write_end(
-        self, drive: Drive, members: Mapping[WorkerId, Member], report: PublishReport
+        self,
+        drive: Drive,
+        members: Mapping[WorkerId, Member],
+        report: PublishReport,
+        *,
+        held: PolicyVersion | None,
     ) -> None:
         """Write onto the board how a publication ended that did not commit, or moved a fence.
 
-        A board that does not take it is noted; the report is not lost for that.
+        One that began nothing leaves what was `held` before. A board that does not take it is
+        noted; the report is not lost for that.
         """
         fences = [(worker, member.fence) for worker, member in members.items()]
         workers = drive.tx.workers.values()
         fenced = any(fence for _, fence in fences) or any(p.fence for p in workers)
         if (drive.tx.committed and not fenced) or isinstance(drive.cause, SupersededError):
             return
-        begun = not drive.tx.committed and any(Op.BEGIN in p.asked for p in workers)
+        if drive.tx.committed:
+            target = None
+        else:
+            target = report.version if any(Op.BEGIN in p.asked for p in workers) else held
         limit_s = self._timeouts.cleanup_s
         with anyio.move_on_after(limit_s, shield=True) as scope:
             try:
-                await self._ledger.end(fences, target=report.version if begun else None)
+                await self._ledger.end(fences, target=target)
             except GenAPIError as error:
                 drive.blame(error)
         if scope.cancelled_caught:

@@ -119,6 +119,63 @@ async def test_a_publication_that_fails_past_begin_leaves_its_target_and_fences_
         assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
 
 
+@pytest.mark.parametrize("phase", ["preflight", "pause", "mark"])
+async def test_only_a_commit_takes_a_held_publication_off_the_board(phase: str) -> None:
+    cluster, board, scope = Cluster.from_query({"workers": "2"}), MemoryBoard(), anyio.CancelScope()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        cluster.workers[0].faults.add(Fault("/update_weights", "peer_lost"))
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        at(fleet, phase, scope.cancel)
+        with anyio.fail_after(10), scope:
+            await p.publish(2, source(2))
+        assert scope.cancelled_caught
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.target) == ("held", caught.value.report.version)
+        assert p.last_report is not None
+        for receipt in p.last_report.receipts:
+            assert receipt.fence is not None
+            assert state.fence_of(str(receipt.worker)) == receipt.fence
+        at(fleet, phase, lambda: None)
+        report = await p.publish(3, source(1))
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.committed, state.target) == ("idle", report.version, None)
+
+
+async def test_what_another_run_left_held_stays_on_the_board_until_a_commit() -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), MemoryBoard()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        cluster.workers[0].faults.add(Fault("/update_weights", "peer_lost"))
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+    carrier = MemoryTransport(cluster)
+    async with genapi.connect("embedded://", transport=carrier, run="next", board=board) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = publisher(fleet)
+        for nth in (1, 2, 3):
+            cluster.workers[1].faults.add(Fault("/health", "error", status=503, nth=nth))
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError) as refused:
+            await p.publish(1, source(2))
+        assert refused.value.__cause__ is None
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.run, state.phase, state.target) == (
+            "next",
+            "held",
+            caught.value.report.version,
+        )
+        report = await p.publish(1, source(2))
+        state, _ = await board.read()
+        assert state is not None
+        assert (state.phase, state.committed, state.target) == ("idle", report.version, None)
+
+
 @pytest.mark.parametrize("phase", ["preflight", "pause", "begin", "transfer", "finish", "resume"])
 async def test_a_cancelled_publication_writes_its_end_on_the_board(phase: str) -> None:
     cluster, board, scope = Cluster.from_query({"workers": "2"}), MemoryBoard(), anyio.CancelScope()
