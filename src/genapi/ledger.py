@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterable
 
 from genapi.board import Board, Lease, new_holder, take_epoch
+from genapi.errors import GenAPIError
 from genapi.types.board import BoardState, BoardWorker
 from genapi.types.ids import WorkerId
 from genapi.types.policy import ContextRule, PolicyVersion
@@ -26,7 +27,7 @@ class Ledger:
         self._board = board
         self._holder = new_holder()
         self._lease: Lease | None = None
-        self._checked: tuple[object, float] = (None, -1.0)
+        self._checked: tuple[object, float, GenAPIError | None] = (None, -1.0, None)
         self._checking = asyncio.Lock()
 
     @property
@@ -61,16 +62,23 @@ class Ledger:
         """Raise `SupersededError` unless this publisher holds the lease.
 
         Args:
-            fan_out: which calls it is for: those of one fan-out share a look at the board.
+            fan_out: which calls it is for: those of one fan-out share a look at the board, also
+                one that failed.
         """
         if self._lease is None:
             return
         clock = asyncio.get_running_loop().time
         async with self._checking:
-            of, at = self._checked
+            of, at, failure = self._checked
             if of != fan_out or clock() - at > _FRESH_S:
-                await self._lease.check()
-                self._checked = (fan_out, clock())
+                failure = None
+                try:
+                    await self._lease.check()
+                except GenAPIError as error:
+                    failure = error
+                self._checked = (fan_out, clock(), failure)
+        if failure is not None:
+            raise failure
 
     async def intend(
         self, target: PolicyVersion, workers: Iterable[tuple[WorkerId, Fence | None]]

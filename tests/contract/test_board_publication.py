@@ -11,7 +11,7 @@ import genapi
 from genapi import Outcome, PublishReport, SupersededError, TransportError, WeightPublisher
 from genapi.board import MemoryBoard, Reading, Token, open_board
 from genapi.embedded import Cluster, Fault
-from genapi.events import Event, PhaseStarted
+from genapi.events import Event, PhaseEnded, PhaseStarted
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.provider import VLLM
 from genapi.transports.memory import MemoryTransport
@@ -28,10 +28,12 @@ class Unreliable(MemoryBoard):
     Attributes:
         is_down: whether it takes no connections now.
         hangs: whether it answers nothing now.
+        refused: how many connections it did not take.
     """
 
     is_down = False
     hangs = False
+    refused = 0
 
     async def read(self) -> Reading:
         await self._reach()
@@ -45,6 +47,7 @@ class Unreliable(MemoryBoard):
         if self.hangs:
             await anyio.sleep_forever()
         if self.is_down:
+            self.refused += 1
             message = "the board takes no connections"
             raise TransportError(message, phase="not_sent") from ConnectionRefusedError()
 
@@ -217,6 +220,26 @@ async def test_a_board_that_is_down_makes_no_worker_dead_and_loses_no_receipt(ph
         state, _ = await board.read()
         assert state is not None
         assert (state.phase, state.committed) == ("idle", again.version)
+
+
+async def test_the_calls_of_one_phase_ask_a_board_that_is_down_once() -> None:
+    cluster, board = Cluster.from_query({"workers": "8"}), Unreliable()
+    refused: list[int] = []
+    async with process(cluster, board) as fleet:
+
+        def observe(event: Event) -> None:
+            if isinstance(event, PhaseStarted) and event.phase == "begin":
+                board.is_down = True
+            elif isinstance(event, PhaseEnded) and event.phase == "begin":
+                refused.append(board.refused)
+
+        p = publisher(fleet)
+        await p.adopt(0)
+        fleet.observe = observe
+        with anyio.fail_after(20), pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        assert isinstance(caught.value.__cause__, TransportError)
+        assert refused == [1]
 
 
 @pytest.mark.parametrize("how", ["is_down", "hangs"])
