@@ -291,7 +291,7 @@ class WeightPublisher:
         Raises:
             ConfigError: the step is not newer, the cache decisions do not fit the mode, or
                 `probe_logprobs` does not fit the probe.
-            FleetError: a worker was never reached, or not restarted in time.
+            FleetError: a worker was never reached, or not restarted (in time).
             AuthError, ConfigError: from a server that might have had to be restarted.
             PublishError: not every worker committed; `.report` has a receipt for each.
         """
@@ -367,10 +367,11 @@ class WeightPublisher:
     async def _restart_broken(self) -> set[str]:
         """Have servers restarted that do not answer or cannot be healed, and wait for them.
 
-        Returns where a server was not back in time, if a publication may go on without it.
+        Returns where a server could not be restarted or was not back in time, if a publication may
+        go on without it.
 
         Raises:
-            FleetError: a server was not back in time, and everybody is needed.
+            FleetError: that happened, and everybody is needed.
             AuthError, ConfigError: what answers does not let itself be administered.
         """
         missing: set[str] = set()
@@ -431,7 +432,10 @@ class WeightPublisher:
         # One that this process never reached has no name yet but its address.
         old = member.id or _nameless(fleet.membership.provider, member)
         with anyio.move_on_after(limit_s):
-            await restarter(old, member.url)
+            try:
+                await restarter(old, member.url)
+            except Exception as error:
+                raise FleetError(f"the restarter failed on {old}: {error!r}") from error
             while True:
                 try:
                     facts = await fleet.inspect(member.url)

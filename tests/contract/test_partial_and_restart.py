@@ -364,6 +364,43 @@ async def test_a_server_that_does_not_come_back_is_named_within_the_limit() -> N
             await p.publish(1, source(1))
 
 
+async def restarts_nothing(worker: WorkerId, url: str) -> None:
+    message = "no such pod"
+    raise OSError(message)
+
+
+async def test_a_restarter_that_fails_is_named_with_its_error() -> None:
+    async with rig(2) as r:
+        p = publisher(r, restarter=restarts_nothing)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        with pytest.raises(genapi.FleetError, match=r"restarter failed.*memory://1.*pod") as caught:
+            await p.publish(1, source(1))
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+async def test_a_restarter_that_fails_after_a_publication_loses_no_receipt() -> None:
+    async with rig(2) as r:
+        p = publisher(r, restarter=restarts_nothing)
+        await p.adopt(0)
+        r.fail(1, "/update_weights", "error")
+        with pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        assert caught.value.report.receipts[1].recovery is Recovery.RESTART_THEN_PUBLISH
+        assert "restarter failed" in str(caught.value.__cause__)
+
+
+async def test_with_serve_a_server_whose_restarter_fails_is_left_out() -> None:
+    async with rig(3) as r:
+        p = publisher(r, on_partial="serve", min_workers=2, restarter=restarts_nothing)
+        await p.adopt(0)
+        r.cluster.workers[1].kill()
+        report = await p.publish(1, source(1))
+        assert (report.committed, report.version.attempt) == (True, 1)
+        assert report.receipts[1].fence is not None
+        await serves_only(r, {"memory://0", "memory://2"}, 1)
+
+
 async def test_without_a_restarter_the_receipt_says_who_has_to_be_restarted() -> None:
     async with rig(2) as r:
         p = publisher(r)
