@@ -410,14 +410,12 @@ class WeightPublisher:
                     facts = await fleet.inspect(member.url, timeout_s=limit_s)
                 except (AuthError, ConfigError):
                     raise
-                except NotReadyError as error:
-                    return _gone(str(error))
-                except TransportError as error:
-                    if error.refused:
+                except GenAPIError as error:
+                    if _is_gone(error):
                         return _gone(str(error))
+                    if not isinstance(error, TransportError):
+                        return None
                     await anyio.sleep(_READ_AGAIN_S)
-                except GenAPIError:
-                    return None
                 else:
                     fleet.membership.learn(member.url, facts)
                     return None
@@ -439,7 +437,9 @@ class WeightPublisher:
             while True:
                 try:
                     facts = await fleet.inspect(member.url)
-                except GenAPIError:
+                except GenAPIError as error:
+                    if _is_gone(error):
+                        member.suspect = True  # an engine that names no instance has a new life now
                     await anyio.sleep(_READ_AGAIN_S)
                     continue
                 if fleet.membership.identify(member.url, facts) != old:
@@ -802,6 +802,11 @@ def _may_lack(member: Member, number: int, run: str) -> bool:
 def _needs_restart(member: Member) -> bool:
     fence = member.fence
     return fence is not None and fence.recovery is Recovery.RESTART_THEN_PUBLISH
+
+
+def _is_gone(error: GenAPIError) -> bool:
+    """Whether a read failed because no server serves there."""
+    return isinstance(error, NotReadyError) or (isinstance(error, TransportError) and error.refused)
 
 
 def _gone(reason: str) -> Fence:

@@ -11,6 +11,8 @@ import pytest
 import genapi
 from genapi import PublishError, TransportError, WeightPublisher
 from genapi.transports.base import StreamReply
+from genapi.types.config import PublishTimeouts
+from genapi.types.ids import WorkerId
 from genapi.types.worker import Outcome, PublishReport, Receipt, Recovery
 from genapi.weights import Memory, from_tensors
 from genapi.wire.http import HTTPCall, HTTPReply
@@ -30,6 +32,7 @@ class Server:
         bodies: what they were asked with.
         refused_label: the label that it refuses.
         lost_label: the label that it sets without an answer.
+        gone: why it does not answer the next call: it `refuses` the connection, or `starts`.
     """
 
     in_process = True
@@ -41,6 +44,7 @@ class Server:
         self.label = "default"
         self.refused_label = self.lost_label = ""
         self.paused = False
+        self.gone = ""
         self._info = {**recorded("server_info_trimmed").json_object(), "dp_size": 1, **info}
 
     async def send(
@@ -48,6 +52,12 @@ class Server:
     ) -> HTTPReply:
         url = base_url + call.path
         body = json.loads(call.body) if call.body else {}
+        gone, self.gone = self.gone, ""
+        if gone == "starts":
+            return HTTPReply(503, b"", {}, url)
+        if gone:
+            message = "connection refused"
+            raise TransportError(message, phase="not_sent") from ConnectionRefusedError()
         if call.method == "POST":
             self.calls.append(call.path)
             self.bodies.append(body)
@@ -251,3 +261,20 @@ async def test_an_end_whose_answer_was_lost_proves_nothing() -> None:
         Outcome.UNKNOWN,
         Recovery.CLOSE_THEN_REPUBLISH,
     )
+
+
+@pytest.mark.parametrize("how", ["refuses", "starts"])
+async def test_a_restart_of_a_server_that_names_no_start_is_known_by_its_absence(how: str) -> None:
+    restarted: list[str] = []
+    server = Server(startup_time=None)
+    server.answers["/end_weight_update"] = failed("post load failed")
+
+    async def restart(worker: WorkerId, url: str) -> None:
+        restarted.append(url)
+        server.answers.clear()
+        server.label, server.paused, server.gone = "default", False, how
+
+    report = await publish(server, restarter=restart, timeouts=PublishTimeouts(restart_s=10))
+    assert report.committed
+    assert report.version.attempt == 2
+    assert restarted == [TARGET.replace("sglang", "http")]
