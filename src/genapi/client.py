@@ -9,9 +9,18 @@ import random
 import time
 import uuid
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -27,7 +36,7 @@ from genapi.errors import (
 )
 from genapi.events import Observe, RequestEnded, RequestRetried
 from genapi.membership import Member, Membership
-from genapi.providers.base import DecodeContext, Provider, StreamDecoder
+from genapi.providers.base import Capabilities, DecodeContext, Provider, StreamDecoder
 from genapi.publication.context import with_contexts
 from genapi.routing import Routing, VersionGoneError
 from genapi.runs import AbortedError, Run, Sending
@@ -43,7 +52,6 @@ from genapi.types.response import (
     GenerateEvent,
     GenerateOutput,
     GenerateResponse,
-    LogprobsMode,
     TokenChunk,
 )
 from genapi.versions import Versions, is_bound, is_undated, stale
@@ -51,6 +59,8 @@ from genapi.wire.http import HTTPCall, HTTPReply
 from genapi.wire.retry import retry_wait_s
 
 __all__ = ("Client",)
+
+T = TypeVar("T")
 
 _ABORT_S = 5.0
 _LARGEST_WHOLE_BODY = 64 << 20
@@ -197,7 +207,8 @@ class Client:
     async def _make_ready(self, run: Run) -> None:
         with run.waiting("the workers to be read"):
             await self._prepare()
-        self._provider.check(run.request, self._membership.capabilities())
+        run.checked = self._membership.capabilities()
+        self._provider.check(run.request, run.checked)
         self._versions.check(run.request)
 
     @contextmanager
@@ -258,6 +269,11 @@ class Client:
         """One sending: a failure that is worth another one is swallowed after the wait."""
         member, url = await self._pick(run)
         membership, request = self._membership, run.request
+        capable = membership.capable(member)
+        if member is not None:
+            for known in capable:
+                if known != run.checked:
+                    self._provider.check(request, known)
         sending = Sending(
             wire_id=f"genapi-{uuid.uuid4().hex}",
             url=url,
@@ -269,10 +285,11 @@ class Client:
         call = self._provider.encode(
             request,
             wire_id=sending.wire_id,
-            model=self._model(),
+            model=self._model(capable),
             salt=membership.salt,
             stream=stream,
         )
+        mode = _agreed(known.logprobs_mode for known in capable)
         context = DecodeContext(
             request=request,
             request_id=run.request_id,
@@ -280,7 +297,7 @@ class Client:
             run=membership.run,
             now=time.time(),
             worker=sending.worker,
-            logprobs_mode=self._logprobs_mode(),
+            logprobs_mode=mode,
             remark=sending.remarks.append,
         )
         run.current = sending
@@ -330,15 +347,11 @@ class Client:
         finally:
             self._routing.count(sending, -1)
 
-    def _model(self) -> str | None:
+    def _model(self, capable: Iterable[Capabilities]) -> str | None:
         if self._config.model is not None:
             return self._config.model
-        known = self._membership.capabilities()
-        return known.models[0] if known is not None and len(known.models) == 1 else None
-
-    def _logprobs_mode(self) -> LogprobsMode | None:
-        known = self._membership.capabilities()
-        return known.logprobs_mode if known is not None else None
+        models = _agreed(known.models for known in capable)
+        return models[0] if models is not None and len(models) == 1 else None
 
     def _after_failure(self, run: Run, sending: Sending, error: GenAPIError) -> float | None:
         """Note a failed sending; returns the seconds to wait before the next, None = none."""
@@ -458,6 +471,12 @@ class Client:
                 return
             for chunk in decoder.feed(piece):
                 yield chunk
+
+
+def _agreed(values: Iterable[T]) -> T | None:
+    """What all say; None where they differ, and of nobody."""
+    said = set(values)
+    return said.pop() if len(said) == 1 else None
 
 
 def _may_have_run(error: GenAPIError) -> bool:

@@ -331,6 +331,11 @@ class Membership:
                 return member.facts.capabilities
         return None
 
+    def capable(self, member: Member | None) -> list[Capabilities]:
+        """What those can do who may get a request: `member`, or anybody that was read (None)."""
+        members = self.members.values() if member is None else (member,)
+        return [m.facts.capabilities for m in members if m.facts is not None]
+
     def commit(self, version: PolicyVersion, *, rule: ContextRule, salted: bool) -> None:
         """Every worker was proved to hold `version`."""
         self.run = version.run

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from genapi.membership import Member
+from genapi.providers.base import Capabilities
 from genapi.publication.bounds import Bound
 from genapi.publication.intervals import Sights
 from genapi.types.ids import WorkerId
@@ -59,6 +60,7 @@ class Run:
         is_bound: whether its versions are bound.
         stale: how many of them were answered by a version that was not asked for.
         lacking: what was seen instead of the version that was asked for; None = nothing lacks.
+        checked: the capabilities that the request was held against; None = no worker was read.
         current: the sending that is under way, or was last; None = no worker had it yet.
         is_aborted: whether the user aborted it.
         scope: what `timeout_s` bounds.
@@ -73,6 +75,7 @@ class Run:
     is_bound: bool = False
     stale: int = 0
     lacking: str | None = None
+    checked: Capabilities | None = None
     current: Sending | None = None
     is_aborted: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)

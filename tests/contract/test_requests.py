@@ -10,11 +10,12 @@ import pytest
 
 import genapi
 from genapi import FinishReason, GenerateRequest, Outcome, RetryPolicy, SamplingParams
-from genapi.embedded import Cluster, Fault, RealClock
+from genapi.embedded import Cluster, Fault, RealClock, VirtualClock, Worker, read_config
 from genapi.errors import GenAPIWarning
 from genapi.events import RequestEnded, RequestRetried
 from genapi.transports.memory import MemoryTransport
 from tests.contract.embedded import QUICK, greedy, request, rig, weights
+from tests.support.spread import Spread
 
 pytestmark = pytest.mark.anyio
 
@@ -41,6 +42,61 @@ async def test_a_reply_has_ids_scores_versions_and_who_made_them() -> None:
         assert [a.error for a in reply.attempts] == [None]
         assert reply.attempts[0].wire_id != "mine"
         assert reply.logprobs_mode == "raw"
+
+
+def mixed(**differs: tuple[str, str]) -> Spread:
+    """Two vLLM servers that differ in what they were started with, and a router before them."""
+    clock = VirtualClock()
+    workers = []
+    for index in range(2):
+        query = {"protocol": "vllm", **{name: both[index] for name, both in differs.items()}}
+        config, engine = read_config(query)
+        workers.append(Worker(config, engine, clock=clock, index=index))
+    return Spread(Cluster(workers, clock=clock))
+
+
+async def test_scores_are_of_the_kind_that_the_worker_gives_which_made_them() -> None:
+    servers = mixed(logprobs_mode=("raw_logprobs", "processed_logprobs"))
+    async with genapi.connect(servers.direct, transport=servers) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        seen = set()
+        for session in range(16):
+            reply = await fleet.generate(request(session=str(session)))
+            assert reply.worker is not None
+            seen.add((reply.worker.component, reply.logprobs_mode))
+            async with fleet.stream(request(session=str(session))) as events:
+                last = [event async for event in events][-1]
+            assert isinstance(last, genapi.Finished)
+            assert last.reply.logprobs_mode == reply.logprobs_mode
+    assert seen == {("http://w0:1", "raw"), ("http://w1:1", "processed")}
+
+
+@pytest.mark.parametrize(
+    ("modes", "shown"),
+    [
+        (("raw_logprobs", "processed_logprobs"), None),
+        (("processed_logprobs", "processed_logprobs"), "processed"),
+    ],
+)
+async def test_behind_a_router_scores_have_a_kind_where_all_workers_give_the_same(
+    modes: tuple[str, str], shown: str | None
+) -> None:
+    servers = mixed(logprobs_mode=modes)
+    async with genapi.connect(servers.routed, transport=servers) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        assert {(await fleet.generate(request())).logprobs_mode for _ in range(4)} == {shown}
+
+
+@pytest.mark.parametrize("routed", [False, True])
+async def test_workers_that_serve_models_of_different_names_are_asked_for_none_but_their_own(
+    routed: bool,
+) -> None:
+    servers = mixed(model=("one", "two"))
+    target = servers.routed if routed else servers.direct
+    async with genapi.connect(target, transport=servers) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        for session in range(16):
+            assert (await fleet.generate(request(session=str(session)))).output.is_complete
 
 
 async def test_a_stream_ends_in_the_reply_that_generate_returns() -> None:

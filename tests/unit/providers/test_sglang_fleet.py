@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import genapi
-from genapi import AuthError, Fleet
+from genapi import AuthError, Fleet, UnsupportedError
 from genapi.transports.base import StreamReply
 from genapi.wire.http import HTTPCall, HTTPReply
 from tests.support.sglang_wire import STOP, output, recorded, request, sse
@@ -182,3 +182,40 @@ async def test_the_ids_on_the_wire_are_of_one_length_so_that_none_begins_another
     bodies = [json.loads(c.body or b"") for _, c, _ in servers.sent if c.path == "/generate"]
     ids = {body["rid"] for body in bodies}
     assert (len(ids), len({len(rid) for rid in ids})) == (5, 1)
+
+
+class Unlike(Servers):
+    """Servers of which the second was started without priorities."""
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        reply = await super().send(base_url, call, headers=headers)
+        if call.path != "/server_info":
+            return reply
+        first = base_url.endswith(":30000")
+        info = {
+            **reply.json_object(),
+            "enable_priority_scheduling": first,
+            "schedule_low_priority_values_first": first,
+        }
+        return HTTPReply(reply.status, json.dumps(info).encode(), {}, reply.url)
+
+
+async def test_what_only_the_worker_that_was_chosen_cannot_do_is_refused_before_it_is_asked() -> (
+    None
+):
+    servers = Unlike()
+    refused = 0
+    async with fleet_of(servers) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        for session in range(16):
+            try:
+                asked = request().model_copy(update={"priority": 1, "session": str(session)})
+                await fleet.generate(asked)
+            except UnsupportedError as error:
+                assert "--enable-priority-scheduling" in str(error)  # noqa: PT017 - some pass
+                refused += 1
+    sent = [url for url, call, _ in servers.sent if call.path == "/generate"]
+    assert set(sent) == {"http://127.0.0.1:30000"}
+    assert refused == 16 - len(sent) > 0
