@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 
 from genapi.providers.vllm.verdicts import VERDICTS
-from genapi.publication.evidence import Op
+from genapi.publication.evidence import Observed, Op
 from genapi.publication.table import Phase
 from genapi.publication.transaction import (
     Ask,
@@ -103,6 +103,9 @@ def _check_conclusion(tx: Transaction, progress: Progress, truth: Truth, first: 
         assert truth.content == first.content, "UNTOUCHED and changed"
         assert not truth.in_session or first.in_session, "UNTOUCHED and in a session"
         assert truth.label == first.label or barrier is not None, "UNTOUCHED and relabelled"
+    close = progress.answers.get(Op.CLOSE)
+    if close is not None and close.observed is Observed.REJECTED and known:
+        assert verdict.recovery is Recovery.RESTART_THEN_PUBLISH, "closing failed half-way"
     if verdict.evidence is Evidence.SESSION_CLOSED_EMPTY and known:
         assert not truth.in_session, "its session is open"
     if Op.CONFIRM in progress.asked and not progress.did(Op.CONFIRM):

@@ -101,7 +101,7 @@ class Call:
         return cls(op, tx.label, tx.updates, tx.finish_sets_label, tx.workers[worker])
 
 
-_CHANGES_WEIGHTS = (Op.BEGIN, Op.UPDATE, Op.FINISH)
+_CHANGES_WEIGHTS = (Op.BEGIN, Op.UPDATE, Op.FINISH, Op.CLOSE)
 _IDENTIFIES = (Op.INSPECT, Op.UNMARK, Op.LABEL, Op.PROBE)
 """Before these the publisher reads who answers: they would be believed of another process."""
 

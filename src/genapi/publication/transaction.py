@@ -483,6 +483,9 @@ def _shown_after_begin(tx: Transaction, progress: Progress) -> Iterator[tuple[Op
         last = Op.PROBE if Op.PROBE in progress.asked else Op.READ
         yield last, _seen(progress, last)
         return
+    if _seen(progress, Op.CLOSE) is Observed.REJECTED:
+        # Whatever had failed before, closing made it worse.
+        yield Op.CLOSE, Observed.REJECTED
     if progress.failure is not None:
         yield progress.failure[0], progress.failure[1].observed
     if Op.CLOSE in progress.answers:

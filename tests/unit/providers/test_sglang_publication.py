@@ -215,6 +215,16 @@ async def test_a_failure_in_the_middle_leaves_a_paused_worker_with_its_way_back(
     assert "/continue_generation" not in server.calls
 
 
+async def test_a_session_that_cannot_be_closed_after_a_failure_needs_a_restart() -> None:
+    server = Server()
+    server.answers["/update_weights_from_distributed"] = recorded(
+        "weights_19_trainer_dies_before_broadcast"
+    )
+    server.answers["/end_weight_update"] = failed("post load failed")
+    receipt = await receipt_of(server)
+    assert (receipt.outcome, receipt.recovery) == (Outcome.DIRTY, Recovery.RESTART_THEN_PUBLISH)
+
+
 async def test_after_a_failure_the_next_publication_closes_the_session_first() -> None:
     server = Server()
     server.answers["/update_weights_from_distributed"] = recorded("weights_16_wrong_shape")

@@ -150,9 +150,13 @@ def test_a_close_that_fails_is_not_taken_for_one_that_closed() -> None:
     assert played.verdict(A).outcome is Outcome.UNKNOWN
 
 
-def test_a_session_that_could_not_be_closed_for_a_bad_tensor_needs_a_restart() -> None:
+@pytest.mark.parametrize("update", [DONE, LOST, Answer(Observed.PEER_LOST)])
+def test_a_session_that_could_not_be_closed_for_a_bad_tensor_needs_a_restart(
+    update: Answer,
+) -> None:
     bad = Answer(Observed.REJECTED, "weight_loader")
-    played = Played({(Op.CLOSE, A): bad, (Op.READ, A): shown(OLD)}, fails=Act.SEND)
+    script = {(Op.UPDATE, A): update, (Op.CLOSE, A): bad, (Op.READ, A): shown(OLD)}
+    played = Played(script, fails=Act.SEND)
     assert played.verdict(A) == Verdict(
         Outcome.DIRTY, Evidence.REJECTED, Recovery.RESTART_THEN_PUBLISH
     )

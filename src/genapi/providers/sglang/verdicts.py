@@ -255,6 +255,15 @@ ROWS: tuple[Row, ...] = (
         "RUN: every bucket was loaded as it came; a full session loads all anew",
     ),
     row(
+        Op.CLOSE,
+        Observed.REJECTED,
+        _OPEN,
+        _DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "READ weight_updater.py: as FINISH, which is the same call",
+    ),
+    row(
         Op.READ,
         Observed.OTHER_LABEL,
         _OPEN,
