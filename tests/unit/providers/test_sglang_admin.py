@@ -456,7 +456,8 @@ def test_a_recorded_success_is_one_an_unknown_name_among_them(name: str) -> None
 
 @pytest.mark.case("WUP-01")
 @pytest.mark.parametrize(
-    "fields", [{"success": False, "message": "x"}, {"error": "x"}, {"status": "error"}]
+    "fields",
+    [{"success": False, "message": "x"}, {"error": "x"}, {"status": "error"}, {"status": "failed"}],
 )
 def test_an_error_inside_a_200_is_an_error(fields: dict[str, Any]) -> None:
     assert not answer_of(Op.UPDATE, says(**fields)).done

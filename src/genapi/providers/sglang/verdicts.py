@@ -21,6 +21,7 @@ from genapi.providers.sglang.errors import (
     error_text,
     key_hint,
 )
+from genapi.providers.shapes.failures import reports_failure
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -76,8 +77,7 @@ def answer_of(op: Op, reply: HTTPReply) -> Answer:
         except ReplyError as error:
             # Something in between has written it: what the worker did nobody can say.
             return Answer(Observed.LOST, str(error))
-        failed = body.get("error") or body.get("success") is False or body.get("status") == "error"
-        if not failed:
+        if not reports_failure(body):
             return Answer(Observed.DONE)
     text = error_text(reply.body).message
     detail = f"{reply.status}: {text}"

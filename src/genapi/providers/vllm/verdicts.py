@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from genapi.errors import ReplyError
+from genapi.providers.shapes.failures import reports_failure
 from genapi.providers.vllm.errors import (
     BAD_GATEWAY,
     FORBIDDEN,
@@ -37,7 +38,6 @@ __all__ = ("PATTERNS", "ROWS", "VERDICTS", "answer_of")
 
 _GATEWAY_TIMEOUT = 504
 _BAD_REQUEST = 400
-_FAILED = ("error", "failed")  # vLLM itself says "paused" and "resumed"
 _WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 
 
@@ -82,8 +82,7 @@ def answer_of(op: Op, reply: HTTPReply) -> Answer:
         except ReplyError as error:
             # Something in between has written it: what the worker did nobody can say.
             return Answer(Observed.LOST, str(error))
-        failed = body.get("error") or body.get("success") is False
-        if not failed and body.get("status") not in _FAILED:
+        if not reports_failure(body):
             return Answer(Observed.DONE)
     text = error_text(reply.body).message
     inner = _WORKER.search(text)
