@@ -337,17 +337,18 @@ async def test_the_time_that_the_user_takes_between_two_tokens_is_no_silence_of_
     None
 ):
     async with served(idle_timeout_s=0.05) as s:
+        seen = []
         async with s.fleet.stream(request(tokens=3)) as events:
-            async for _ in events:
+            async for event in events:
+                seen.append(event)
                 await anyio.sleep(0.1)
-            finished = True
-        assert finished
+        assert isinstance(seen[-1], genapi.Finished)
+        assert seen[-1].reply.output.token_ids == greedy(0, [1, 2, 3], 3)
 
 
 async def test_a_streams_timeout_does_not_reach_into_the_users_own_code() -> None:
-    async with served() as s:
-        async with s.fleet.stream(request(tokens=3, timeout_s=0.2)) as events:
-            assert isinstance([event async for event in events][-1], genapi.Finished)
-            await anyio.sleep(0.3)
-            finished = True
-        assert finished
+    began = anyio.current_time()
+    async with served() as s, s.fleet.stream(request(tokens=3, timeout_s=0.2)) as events:
+        assert isinstance([event async for event in events][-1], genapi.Finished)
+        await anyio.sleep(0.3)
+    assert anyio.current_time() - began >= 0.3
