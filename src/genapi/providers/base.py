@@ -42,8 +42,8 @@ class Capabilities(Value):
         weight_backend: the receiving backend it was started with; None = no weight updates.
         pause_refuses: whether requests that arrive while it is paused are refused (503) instead
             of queued, in modes abort and drain.
-        missing: what it cannot do (`generate`, `admin`, `weights`, `drop_caches`), each with the
-            remedy.
+        missing: what it cannot do (`generate`, `logprobs`, `seed`, `priority`, `lora`, `admin`,
+            `weights`, `drop_caches`), each with the remedy.
     """
 
     engine_version: str | None = None

@@ -85,7 +85,7 @@ def version_to_publish(
         held: what workers carry.
         run: the run that counts.
         committed: the newest version that every worker was proved to hold.
-        tried: the last attempt of this step that this publisher made, 0 = none.
+        tried: the last attempt of this step that anybody is known to have made, 0 = none.
         unfinished: whether a worker may lack the newest step, which may be published again then.
 
     Raises:

@@ -1,7 +1,7 @@
 """The state table of a publication: one row per phase, and nothing about how rows are run.
 
 The rule of this file: whatever decides the order of a publication is a row here. `transaction`
-walks the table, `publisher` carries out what a row asks, the docs draw their diagram from it.
+walks the table, `drive` carries out what a row asks, the docs draw their diagram from it.
 """
 
 from collections.abc import Mapping
