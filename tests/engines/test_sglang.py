@@ -421,9 +421,6 @@ WAYS: dict[str, Way] = {
     "cancelled after begin": Way(
         Seen(Op.CLOSE, Observed.DONE, Reached.EMPTY), at=Phase.BEGIN, error=""
     ),
-    "cancelled in the second bucket": Way(
-        Seen(Op.UPDATE, Observed.PEER_LOST, Reached.SENT), at=(UPDATE, 2)
-    ),
     "the trainer broke when the second bucket was taken": Way(
         Seen(Op.CLOSE, Observed.DONE, Reached.SENT), breaks="late", error=""
     ),
