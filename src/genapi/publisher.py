@@ -163,6 +163,7 @@ class WeightPublisher:
         self._min_workers = min_workers
         self._restarter = restarter
         self._left_open: BoardState | None = None
+        self._in_doubt: set[str] = set()
         self.last_report: PublishReport | None = None
 
     async def __aenter__(self) -> Self:
@@ -455,19 +456,24 @@ class WeightPublisher:
             self._fleet.membership.heed(found)
             if found.phase == "publishing" and found.holder != self._ledger.holder:
                 self._left_open = found
+                self._in_doubt = {worker.id for worker in found.workers}
 
-    def _doubt(self, found: BoardState) -> None:
-        """Whoever an open publication names may be half-updated, also where no label says so."""
-        membership, named = self._fleet.membership, {worker.id for worker in found.workers}
-        for member in membership.members.values():
-            mild = member.fence is None or member.fence.recovery is Recovery.REPUBLISH
-            if mild and str(member.id) in named:
-                barrier = Fence(
-                    strength=FenceStrength.PAUSED if member.is_paused else FenceStrength.CLIENT,
-                    reason=f"{found.holder} left the publication of {found.target} open",
-                    recovery=Recovery.CLOSE_THEN_REPUBLISH,
-                )
-                membership.fence(member, barrier)
+    def _doubt(self, member: Member) -> None:
+        """Fence whoever an open publication names, when it is met first.
+
+        It may be half-updated, also where no label says so. From then on its fence speaks for it.
+        """
+        found, name = self._left_open, str(member.id)
+        if found is None or name not in self._in_doubt:
+            return
+        self._in_doubt.remove(name)
+        if member.fence is None or member.fence.recovery is Recovery.REPUBLISH:
+            barrier = Fence(
+                strength=FenceStrength.PAUSED if member.is_paused else FenceStrength.CLIENT,
+                reason=f"{found.holder} left the publication of {found.target} open",
+                recovery=Recovery.CLOSE_THEN_REPUBLISH,
+            )
+            self._fleet.membership.fence(member, barrier)
 
     async def _write_end(
         self,
@@ -522,10 +528,8 @@ class WeightPublisher:
         unread = any(m.id is None or m.suspect for m in membership.members.values())
         if fresh or unread:
             await self._fleet.snapshot()
-        if self._left_open is not None:
-            self._doubt(self._left_open)
-            if all(m.facts is not None for m in membership.members.values()):
-                self._left_open = None
+        for member in membership.members.values():
+            self._doubt(member)
         return {m.id or _nameless(membership.provider, m): m for m in membership.members.values()}
 
     def _check_enough(self) -> None:

@@ -1,7 +1,7 @@
 """Publications that share a board: one winner, and what others learn from it."""
 
 import pathlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import anyio
@@ -9,14 +9,15 @@ import pytest
 
 import genapi
 from genapi import Outcome, PublishReport, SupersededError, TransportError, WeightPublisher
-from genapi.board import MemoryBoard, Reading, Token, open_board
+from genapi.board import MemoryBoard, Reading, Token, new_holder, open_board, take_epoch
 from genapi.embedded import Cluster, Fault
-from genapi.events import Event, PhaseEnded, PhaseStarted
+from genapi.events import Event, PhaseEnded, PhaseStarted, WorkerFenced
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.provider import VLLM
 from genapi.transports.memory import MemoryTransport
-from genapi.types.board import BoardState
+from genapi.types.board import BoardState, BoardWorker
 from genapi.types.worker import Recovery
+from genapi.wire.http import HTTPCall, HTTPReply
 from tests.contract.embedded import QUICK, greedy, request, weights
 
 pytestmark = pytest.mark.anyio
@@ -362,6 +363,72 @@ async def test_whoever_an_open_publication_names_is_healed_by_the_next_publisher
         for session in "abcd":
             reply = await other.generate(request(session=session))
             assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
+
+
+class Parted(MemoryTransport):
+    """A transport that may not reach the last of three workers."""
+
+    is_parted = True
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        if self.is_parted and base_url == "memory://2":
+            message = "connection refused"
+            raise TransportError(message, phase="not_sent") from ConnectionRefusedError()
+        return await super().send(base_url, call, headers=headers)
+
+
+async def test_an_open_publication_puts_everybody_in_doubt_once() -> None:
+    cluster, board = Cluster.from_query({"workers": "3"}), MemoryBoard()
+    async with process(cluster, board) as fleet:
+        await publisher(fleet).adopt(0)
+        names = [str(w.id) for w in (await fleet.snapshot()).workers]
+    lease = await take_epoch(board, new_holder())
+    left = genapi.PolicyVersion(run="r", step=1)
+    workers = [BoardWorker(id=name) for name in names]
+    await lease.write(phase="publishing", target=left, workers=workers)
+    carrier, fenced = Parted(cluster), list[str]()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, WorkerFenced) and "open" in event.reason:
+            fenced.append(str(event.worker))
+
+    async with genapi.connect(
+        "embedded://", transport=carrier, run="r", board=board, observe=observe
+    ) as other:
+        p = WeightPublisher(
+            other,
+            transport=genapi.weights.Memory(),
+            timeouts=QUICK,
+            on_partial="serve",
+            min_workers=2,
+        )
+
+        async def ask(ended: anyio.Event) -> None:
+            while not ended.is_set():
+                reply = await other.generate(request(timeout_s=5))
+                assert str(reply.worker) in names[:2]
+
+        async def publish_under_traffic(step: int) -> None:
+            ended = anyio.Event()
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask, ended)
+                try:
+                    assert (await p.publish(step, source(step))).committed
+                finally:
+                    ended.set()
+
+        with anyio.fail_after(20):
+            assert (await p.publish(2, source(2))).committed
+            assert fenced == names[:2]
+            for step in (3, 4):
+                await publish_under_traffic(step)
+            assert fenced == names[:2]
+            carrier.is_parted = False
+            report = await p.publish(5, source(5))
+        assert fenced == names
+        assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 3
 
 
 async def test_a_worker_that_was_left_out_is_fenced_in_every_process_until_it_is_included() -> None:
