@@ -404,6 +404,25 @@ def test_a_bucket_is_sent_when_every_receiver_is_done_with_it(peers: list[Peer])
     group.abandon()
 
 
+def test_an_operation_that_ends_as_a_slice_of_its_wait_does_is_not_taken_for_late(
+    peers: list[Peer],
+) -> None:
+    group, tensors = form(peers), [torch.ones(3)]
+    *waiting, last = peers
+    for number in range(40):
+        for peer in waiting:
+            peer.ask("receive", *described(tensors))
+        last.ask("receive_one", *described(tensors))
+        with sending(group, tensors) as send:
+            assert last.answer().error is None
+            # All others wait in slices of 0.1 s: the last one comes when the first slice ends.
+            assert not wait([send], timeout=0.0985 + number % 20 * 0.0001).done
+            last.ask("go_on")
+            assert send.result(LIMIT_S) == 12
+        assert [peer.answer().error for peer in peers] == [None] * 3
+    group.abandon()
+
+
 def test_a_receiver_that_cannot_load_what_came_fails_the_sender_and_its_siblings(
     peers: list[Peer],
 ) -> None:

@@ -225,11 +225,14 @@ class GlooReceiver:
         except RuntimeError as error:
             return str(error)
         while True:
+            over = work.is_completed()
             try:
                 work.wait(_LOOK_AT_LINE_EVERY)
             except RuntimeError as error:
-                if work.is_completed():
+                if over:
                     return str(error)
+                if work.is_completed():
+                    continue  # just then: this error may be that of the wait alone
             else:
                 return None
             if self._line is None or select.select([self._line], [], [], 0)[0]:

@@ -268,11 +268,14 @@ class GlooGroup:
             return self._explain(error)
         del group
         while True:
+            over = work.is_completed()
             try:
                 work.wait(_LOOK_EVERY)
             except RuntimeError as error:
-                if work.is_completed():
+                if over:
                     return self._explain(error)
+                if work.is_completed():
+                    continue  # just then: this error may be that of the wait alone
             else:
                 return None
             if self._abandoned.is_set():
