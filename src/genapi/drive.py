@@ -310,11 +310,13 @@ class Drive:
     async def _answer_in_collective(self, worker: WorkerId, op: Op) -> Answer:
         """The answer, for which less time is left once the group broke: then nothing comes."""
         number = self.tx.workers[worker].group
-        # What the worker is asked to take has a limit of its own.
-        await self._senders[number].ready()
-        if op is Op.UPDATE:
-            await self._bucket.ready()
         limit_s = self._limits_s[op]
+        # What the worker is asked to take has a limit of its own, of no more than this.
+        with self._bounded(limit_s) as scope:
+            await self._senders[number].ready()
+            if op is Op.UPDATE:
+                await self._bucket.ready()
+        self._scopes.discard(scope)
         answer = silent = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
         with self._bounded(limit_s) as scope:
             self._in_collective[worker] = scope
@@ -572,11 +574,14 @@ class Drive:
 
     async def _join(self, number: int) -> None:
         group = self._groups[number]
-        group.sender = await self._transport.sender(
+        group.sender = sender = await self._transport.sender(
             world_size=group.ranks.world_size, timeout_s=self._timeouts.group_s
         )
-        self._senders[number].put(group.sender)
-        await group.sender.join()
+        if number in self.tx.broken:
+            sender.abandon()  # given up before it was there
+            return
+        self._senders[number].put(sender)
+        await sender.join()
 
     async def _act_send(self) -> bool:
         """Gather the next bucket, once for all groups; each is then sent it."""

@@ -320,6 +320,24 @@ async def test_a_silent_worker_of_one_group_holds_up_the_others_no_longer_than_i
         assert report.receipts[1].fence is None
 
 
+async def test_a_group_that_is_given_up_before_it_is_offered_is_offered_to_nobody() -> None:
+    async with stand(2, 1) as s:
+        scope = anyio.CancelScope()
+
+        async def cancel() -> None:
+            scope.cancel()
+            await anyio.wait_all_tasks_blocked()
+
+        s.transport.on_sender = cancel
+        with anyio.fail_after(10), scope:
+            await s.publisher.publish(1, source(1))
+        report = s.publisher.last_report
+        assert report is not None
+        assert outcomes(report) == [Outcome.UNTOUCHED] * 2
+        assert s.joins == {}
+        assert [sender.events for sender in s.transport.senders] == [["abandon", "aclose"]] * 2
+
+
 async def test_a_cancellation_in_mid_transfer_leaves_no_group_half_way() -> None:
     async with stand(2, 1) as s:
         scope = anyio.CancelScope()
