@@ -136,3 +136,11 @@ def test_a_password_with_an_at_sign_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         origin("//user:p@ss@host")
     assert str(caught.value) == "'host' is not an origin; write scheme://host:port"
+
+
+def test_a_field_that_is_missing_is_named_with_what_came_instead() -> None:
+    reply = HTTPReply(200, b'{"a":null}', {}, URL)
+    assert reply.json_field("a") is None
+    with pytest.raises(ReplyError, match=rf"expected 'b' from {URL}") as caught:
+        reply.json_field("b")
+    assert (caught.value.body, caught.value.status, caught.value.url) == (reply.body, 200, URL)

@@ -102,3 +102,15 @@ class HTTPReply:
             message = f"expected a JSON object from {self.url} (status {self.status})"
             raise ReplyError(message, body=self.body, status=self.status, url=self.url)
         return value
+
+    def json_field(self, name: str) -> Any:
+        """A field of the body, which is a JSON object.
+
+        Raises:
+            ReplyError: the body is something else, or has no such field.
+        """
+        value = self.json_object()
+        if name not in value:
+            message = f"expected {name!r} from {self.url}"
+            raise ReplyError(message, body=self.body, status=self.status, url=self.url)
+        return value[name]

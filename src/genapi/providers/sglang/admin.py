@@ -288,7 +288,7 @@ class SGLangAdmin:
         if not model.ok:
             return answer_of(Op.READ, model)
         facts = {
-            "label": _field(model, "weight_version"),
+            "label": model.json_field("weight_version"),
             "paused": paused_of(ping, ready),
             "healthy": ping.ok,
         }
@@ -313,7 +313,7 @@ class SGLangAdmin:
         answer = answer_of(Op.READ, reply)
         if not answer.done:
             return answer
-        ranks = _field(reply, "ranks")
+        ranks = reply.json_field("ranks")
         if not isinstance(ranks, list) or not ranks:
             raise _no_sums(reply)
         sums: dict[str, str] = {}
@@ -391,15 +391,3 @@ def _place(info: object, number: int) -> str:
 
 def _no_sums(reply: HTTPReply) -> ReplyError:
     return ReplyError(f"expected checksums by rank from {reply.url}", body=reply.body)
-
-
-def _field(reply: HTTPReply, name: str) -> Any:
-    value = reply.json_object()
-    if name not in value:
-        raise ReplyError(
-            f"expected {name!r} from {reply.url}",
-            body=reply.body,
-            status=reply.status,
-            url=reply.url,
-        )
-    return value[name]

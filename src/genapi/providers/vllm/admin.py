@@ -24,7 +24,7 @@ from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
 from genapi.publication.receivers import Receivers
 from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
-from genapi.wire.http import HTTPCall, HTTPReply, json_body
+from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("CACHES", "VLLMAdmin")
 
@@ -131,7 +131,7 @@ class VLLMAdmin:
         for reply in replies:
             if not reply.ok:
                 return answer_of(Op.CONFIRM, reply)
-        seen = [_field(reply, "is_paused") is True for reply in replies]
+        seen = [reply.json_field("is_paused") is True for reply in replies]
         if all(seen):
             return Answer(Observed.DONE, facts={"paused": True})
         return Answer(
@@ -182,8 +182,8 @@ class VLLMAdmin:
             if not reply.ok:
                 return answer_of(Op.READ, reply)
         facts = {
-            "label": _field(label, "weight_version"),
-            "paused": _field(paused, "is_paused"),
+            "label": label.json_field("weight_version"),
+            "paused": paused.json_field("is_paused"),
             "healthy": True,
         }
         return Answer(Observed.DONE, facts=facts)
@@ -207,7 +207,7 @@ class VLLMAdmin:
         reply = yield from call(_post("/weight_checker", {"action": "checksum"}))
         if not reply.ok:
             return answer_of(Op.READ, reply)
-        sums = _field(reply, "checksums")
+        sums = reply.json_field("checksums")
         if not isinstance(sums, dict):
             raise ReplyError(f"expected checksums by name from {reply.url}", body=reply.body)
         facts = {
@@ -228,7 +228,7 @@ class VLLMAdmin:
                 )
                 if not reset.ok:
                     return answer_of(Op.RESUME, reset)
-                if _field(reset, "success") is True:
+                if reset.json_field("success") is True:
                     break
             else:
                 return Answer(
@@ -246,15 +246,3 @@ class VLLMAdmin:
         """Leave the transfer group (0.32 and later; 0.31 has no route and answers 404)."""
         reply = yield from call(_post("/shutdown_weight_transfer_engine"))
         return answer_of(Op.JOIN, reply)
-
-
-def _field(reply: HTTPReply, name: str) -> Any:
-    value = reply.json_object()
-    if name not in value:
-        raise ReplyError(
-            f"expected {name!r} from {reply.url}",
-            body=reply.body,
-            status=reply.status,
-            url=reply.url,
-        )
-    return value[name]

@@ -183,15 +183,7 @@ def _read(reply: HTTPReply, name: str, default: Any) -> Any:
         return default
     if not reply.ok:
         raise error_of(reply, now=0.0)
-    value = reply.json_object()
-    if name not in value:
-        raise ReplyError(
-            f"expected {name!r} from {reply.url}",
-            body=reply.body,
-            status=reply.status,
-            url=reply.url,
-        )
-    return value[name]
+    return reply.json_field(name)
 
 
 def _asleep(config: Mapping[str, Any], *, paused: HTTPReply, sleeping: HTTPReply) -> bool:
