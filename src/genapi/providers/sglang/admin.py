@@ -24,15 +24,15 @@ from typing import Any, Final
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import WorkerFacts
 from genapi.providers.sglang.discovery import paused_of
-from genapi.providers.sglang.errors import (
+from genapi.providers.sglang.errors import error_text
+from genapi.providers.sglang.verdicts import VERDICTS, answer_of
+from genapi.providers.shapes.errors import (
     BAD_REQUEST,
     FORBIDDEN,
     NOT_FOUND,
     UNAUTHORIZED,
     UNAVAILABLE,
-    error_text,
 )
-from genapi.providers.sglang.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
 from genapi.publication.receivers import Receivers

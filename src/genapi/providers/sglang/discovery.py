@@ -16,15 +16,9 @@ import msgspec
 
 from genapi.errors import ConfigError, NotReadyError, ReplyError
 from genapi.providers.base import Capabilities, WorkerFacts
-from genapi.providers.sglang.errors import (
-    BAD_GATEWAY,
-    FORBIDDEN,
-    UNAUTHORIZED,
-    UNAVAILABLE,
-    error_of,
-    error_text,
-)
+from genapi.providers.sglang.errors import error_of, error_text
 from genapi.providers.sglang.ranks import server_ranks
+from genapi.providers.shapes.errors import BAD_GATEWAY, FORBIDDEN, UNAUTHORIZED, UNAVAILABLE
 from genapi.types.ids import Role
 from genapi.types.policy import is_updating_label, parse_label
 from genapi.types.response import LogprobsMode

@@ -6,11 +6,9 @@ validation error repeats of the request, and the server's file names in it, are 
 """
 
 import re
-from collections.abc import Mapping
+from functools import partial as bind
 from typing import Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from genapi.errors import (
     AuthError,
@@ -21,13 +19,20 @@ from genapi.errors import (
     OverlongPromptError,
     ProviderError,
 )
+from genapi.providers.shapes import errors as shape
+from genapi.providers.shapes.errors import (
+    BAD_GATEWAY,
+    FORBIDDEN,
+    NOT_ALLOWED,
+    NOT_FOUND,
+    TOO_MANY,
+    UNAUTHORIZED,
+    UNAVAILABLE,
+    provider_error,
+)
 from genapi.wire.http import HTTPReply
-from genapi.wire.retry import retry_after_s
 
-__all__ = ("NOT_FINITE", "ErrorText", "error_of", "error_text", "error_value", "key_hint")
-
-NOT_FINITE = "not_finite"
-"""`ProviderError.code` when the model's scores are no numbers: broken weights."""
+__all__ = ("error_of", "error_text", "error_value", "key_hint")
 
 NORMAL_PATHS = ("/generate", "/model_info", "/ping", "/server_info", "/v1/models")
 """Routes that take `--api-key`; every other one that genapi asks takes `--admin-api-key`."""
@@ -40,53 +45,6 @@ _BUSY = re.compile(r"queue is full|[Tt]oo many|timed? ?out")  # READ 0.5.23 sche
 _QUOTED = r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\""""
 _VALIDATION = re.compile(rf"'loc': \((.*?)\), 'msg': (?:{_QUOTED})")
 _SHOWN = 300
-
-BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 404, 405
-TOO_MANY, BAD_GATEWAY, UNAVAILABLE = 429, 502, 503
-
-
-class ErrorText(msgspec.Struct, frozen=True):
-    """What an error body says, whichever of SGLang's shapes it has.
-
-    Attributes:
-        message: the text.
-        type: SGLang's word for the kind of error, or None.
-        code: the status the body itself names, or None.
-    """
-
-    message: str
-    type: str | None = None
-    code: int | None = None
-
-
-def error_text(body: bytes) -> ErrorText:
-    """The error in a body.
-
-    `{"error": {"message": ...}}`, `{"error": "..."}`, `{"object": "error", "message": ...}`,
-    `{"success": false, "message": ...}`, `{"detail": ...}`, or text.
-    """
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        return ErrorText(body[:_SHOWN].decode("utf-8", "replace").strip() or "empty body")
-    return error_value(value)
-
-
-def error_value(value: Any) -> ErrorText:
-    """The error in a decoded body, or in the `error` field of one."""
-    if isinstance(value, Mapping):
-        for name in ("error", "detail"):
-            if name in value:
-                return error_value(value[name])
-        if isinstance(value.get("message"), str):
-            kind, code = value.get("type"), value.get("code")
-            return ErrorText(
-                _plain(value["message"]),
-                kind if isinstance(kind, str) else None,
-                code if type(code) is int else None,
-            )
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return ErrorText(_plain(text))
 
 
 def _plain(text: str) -> str:
@@ -101,6 +59,10 @@ def _plain(text: str) -> str:
 def _field(location: str) -> str:
     parts = [part.strip(" ',") for part in location.split(", ")]
     return ".".join(part for part in parts if part and not {"[", "]"} & {*part})
+
+
+error_text = bind(shape.error_text, tidy=_plain)
+error_value = bind(shape.error_value, tidy=_plain)
 
 
 def key_hint(url: str | None) -> str:
@@ -126,20 +88,12 @@ def error_of(reply: HTTPReply, *, now: float, partial: Any = None) -> GenAPIErro
     if reply.status in (NOT_FOUND, NOT_ALLOWED):
         return ConfigError(f"{where} (the route does not exist there: is it an SGLang server?)")
     kind, code, hint = _kind(reply, error)
-    typed = kind(
-        where + hint,
-        status=reply.status,
-        code=code or error.type,
-        body=reply.body,
-        url=reply.url,
-        partial=partial,
+    return provider_error(
+        kind, where + hint, reply, code=code or error.type, partial=partial, now=now
     )
-    if isinstance(typed, OverloadedError | NotReadyError):
-        typed.retry_after_s = retry_after_s(reply.headers, now=now)
-    return typed
 
 
-def _kind(reply: HTTPReply, error: ErrorText) -> tuple[type[ProviderError], str | None, str]:
+def _kind(reply: HTTPReply, error: shape.ErrorText) -> tuple[type[ProviderError], str | None, str]:
     """The error's class, a code of genapi's own, and a hint for the message."""
     status, text = reply.status, error.message
     if status in (UNAUTHORIZED, FORBIDDEN):

@@ -11,9 +11,10 @@ import msgspec
 
 from genapi.errors import ConfigError, ProviderError, UnsupportedError
 from genapi.providers.base import Capabilities, DecodeContext
-from genapi.providers.sglang.errors import NOT_FINITE, error_of, error_value
+from genapi.providers.sglang.errors import error_of, error_value
 from genapi.providers.sglang.options import Options
 from genapi.providers.sglang.reply import Accumulator, Failed
+from genapi.providers.shapes.errors import NOT_FINITE
 from genapi.providers.shapes.frames import FrameStream, Reported, decode_whole
 from genapi.providers.shapes.tokens import check_vocabulary
 from genapi.types.ids import TokenIds

@@ -11,15 +11,14 @@ import re
 from collections.abc import Mapping
 
 from genapi.errors import ReplyError
-from genapi.providers.sglang.errors import (
+from genapi.providers.sglang.errors import error_text, key_hint
+from genapi.providers.shapes.errors import (
     BAD_GATEWAY,
     BAD_REQUEST,
     FORBIDDEN,
     NOT_ALLOWED,
     NOT_FOUND,
     UNAUTHORIZED,
-    error_text,
-    key_hint,
 )
 from genapi.providers.shapes.failures import reports_failure
 from genapi.publication.evidence import (

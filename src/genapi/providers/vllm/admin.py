@@ -17,7 +17,7 @@ from typing import Any
 
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import WorkerFacts
-from genapi.providers.vllm.errors import NOT_FOUND
+from genapi.providers.shapes.errors import NOT_FOUND
 from genapi.providers.vllm.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache

@@ -11,18 +11,16 @@ from typing import Any
 
 from genapi.errors import ConfigError, NotReadyError, ReplyError
 from genapi.providers.base import Capabilities, WorkerFacts
-from genapi.providers.vllm.errors import (
-    ADMIN_REMEDY,
+from genapi.providers.shapes.errors import (
     BAD_GATEWAY,
     FORBIDDEN,
     NOT_ALLOWED,
     NOT_FOUND,
-    SCALE_OUT_REMEDY,
     UNAUTHORIZED,
     UNAVAILABLE,
-    error_of,
     error_text,
 )
+from genapi.providers.vllm.errors import ADMIN_REMEDY, SCALE_OUT_REMEDY, error_of
 from genapi.providers.vllm.generate import ABORT_PATH
 from genapi.providers.vllm.ranks import server_ranks
 from genapi.types.ids import Role

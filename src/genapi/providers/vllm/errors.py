@@ -5,10 +5,7 @@ its source holds (marked READ). An answer that fits none stays a plain `Provider
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
-
-import msgspec
 
 from genapi.errors import (
     AuthError,
@@ -19,24 +16,25 @@ from genapi.errors import (
     OverlongPromptError,
     ProviderError,
 )
-from genapi.wire.http import HTTPReply
-from genapi.wire.retry import retry_after_s
-
-__all__ = (
-    "ADMIN_REMEDY",
-    "ENGINE_DEAD",
-    "NOT_FINITE",
-    "PAUSED",
-    "SCALE_OUT_REMEDY",
-    "ErrorText",
-    "error_of",
-    "error_text",
+from genapi.providers.shapes.errors import (
+    BAD_GATEWAY,
+    FORBIDDEN,
+    NOT_ALLOWED,
+    NOT_FINITE,
+    NOT_FOUND,
+    TOO_MANY,
+    UNAUTHORIZED,
+    UNAVAILABLE,
+    ErrorText,
+    error_text,
+    provider_error,
 )
+from genapi.wire.http import HTTPReply
+
+__all__ = ("ADMIN_REMEDY", "ENGINE_DEAD", "PAUSED", "SCALE_OUT_REMEDY", "error_of")
 
 ENGINE_DEAD = "engine_dead"
 """`ProviderError.code` when the engine behind the server has died: only a restart helps."""
-NOT_FINITE = "not_finite"
-"""`ProviderError.code` when a score is no number, which JSON cannot carry: broken weights."""
 PAUSED = "paused"
 """`NotReadyError.code` when the server refuses requests until it resumes (0.33)."""
 
@@ -51,53 +49,6 @@ _OVERLONG = re.compile(r"maximum context length is \d+|longer than the maximum m
 _NOT_FINITE = re.compile(r"Out of range float values are not JSON compliant")  # RUN 0.32
 _PAUSED = re.compile(r"[Gg]eneration is paused")  # READ 0.33 v1/engine/core.py
 _BUSY = re.compile(r"currently busy|queued tokens")  # READ 0.32 exceptions.py
-_SHOWN = 300
-
-UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 401, 403, 404, 405
-TOO_MANY, BAD_GATEWAY, UNAVAILABLE = 429, 502, 503
-
-
-class ErrorText(msgspec.Struct, frozen=True):
-    """What an error body says, whichever of vLLM's four shapes it has.
-
-    Attributes:
-        message: the text.
-        type: vLLM's word for the kind of error, or None.
-        param: the request field it is about, or None.
-        code: the status the body itself names, or None.
-    """
-
-    message: str
-    type: str | None = None
-    param: str | None = None
-    code: int | None = None
-
-
-def error_text(body: bytes) -> ErrorText:
-    """The error in a body: `{"error": {...}}`, `{"error": "..."}`, `{"detail": ...}`, or text."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        return ErrorText(body[:_SHOWN].decode("utf-8", "replace").strip() or "empty body")
-    return error_value(value)
-
-
-def error_value(value: Any) -> ErrorText:
-    """The error in a decoded body, or in the `error` field of one."""
-    if isinstance(value, Mapping):
-        for name in ("error", "detail"):
-            if name in value:
-                return error_value(value[name])
-        if isinstance(value.get("message"), str):
-            kind, param, code = value.get("type"), value.get("param"), value.get("code")
-            return ErrorText(
-                value["message"],
-                kind if isinstance(kind, str) else None,
-                param if isinstance(param, str) else None,
-                code if isinstance(code, int) else None,
-            )
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return ErrorText(text[:_SHOWN])
 
 
 def error_of(
@@ -117,17 +68,9 @@ def error_of(
     if configured is not None:
         return configured
     kind, code, hint = _kind(reply.status, error)
-    typed = kind(
-        where + hint,
-        status=reply.status,
-        code=code or error.type,
-        body=reply.body,
-        url=reply.url,
-        partial=partial,
+    return provider_error(
+        kind, where + hint, reply, code=code or error.type, partial=partial, now=now
     )
-    if isinstance(typed, OverloadedError | NotReadyError):
-        typed.retry_after_s = retry_after_s(reply.headers, now=now)
-    return typed
 
 
 def _configuration(

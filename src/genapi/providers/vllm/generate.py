@@ -9,9 +9,10 @@ from typing import Any
 
 from genapi.errors import UnsupportedError
 from genapi.providers.base import Capabilities, DecodeContext
+from genapi.providers.shapes.errors import error_value
 from genapi.providers.shapes.frames import FrameStream, Reported, decode_whole
 from genapi.providers.shapes.tokens import check_vocabulary
-from genapi.providers.vllm.errors import error_of, error_value
+from genapi.providers.vllm.errors import error_of
 from genapi.providers.vllm.options import Options
 from genapi.providers.vllm.reply import Accumulator
 from genapi.types.ids import TokenIds

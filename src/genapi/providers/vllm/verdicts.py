@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping
 
 from genapi.errors import ReplyError
-from genapi.providers.shapes.failures import reports_failure
-from genapi.providers.vllm.errors import (
+from genapi.providers.shapes.errors import (
     BAD_GATEWAY,
     FORBIDDEN,
     NOT_ALLOWED,
@@ -18,6 +17,7 @@ from genapi.providers.vllm.errors import (
     UNAUTHORIZED,
     error_text,
 )
+from genapi.providers.shapes.failures import reports_failure
 from genapi.publication.evidence import (
     Answer,
     Observed,
