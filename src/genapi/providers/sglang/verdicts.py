@@ -7,20 +7,17 @@ and was not run; RULE follows from how publications work whatever the engine doe
 An update that failed leaves its session open, so every way back from one begins with closing it.
 """
 
-import re
 from collections.abc import Mapping
 
-from genapi.errors import ReplyError
 from genapi.providers.sglang.errors import error_text, key_hint
+from genapi.providers.shapes.answers import matched, unless_failed
 from genapi.providers.shapes.errors import (
-    BAD_GATEWAY,
     BAD_REQUEST,
     FORBIDDEN,
     NOT_ALLOWED,
     NOT_FOUND,
     UNAUTHORIZED,
 )
-from genapi.providers.shapes.failures import reports_failure
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -39,7 +36,6 @@ from genapi.wire.http import HTTPReply
 
 __all__ = ("PATTERNS", "ROWS", "VERDICTS", "answer_of")
 
-_GATEWAY_TIMEOUT = 504
 _TOUCHES = (Op.HEAL, Op.BEGIN, Op.UPDATE, Op.FINISH, Op.CLOSE)
 """A refusal of these that nobody knows may have left the weights half-written."""
 
@@ -70,29 +66,21 @@ PATTERNS: tuple[Pattern, ...] = (
 
 def answer_of(op: Op, reply: HTTPReply) -> Answer:
     """What a worker's reply to an operation is; an error inside a 200 is an error."""
-    if reply.ok:
-        try:
-            body = reply.json_object() if reply.body else {}
-        except ReplyError as error:
-            # Something in between has written it: what the worker did nobody can say.
-            return Answer(Observed.LOST, str(error))
-        if not reports_failure(body):
-            return Answer(Observed.DONE)
+    return unless_failed(reply) or _failure(op, reply)
+
+
+def _failure(op: Op, reply: HTTPReply) -> Answer:
     text = error_text(reply.body).message
     detail = f"{reply.status}: {text}"
-    for pattern in PATTERNS:
-        if (not pattern.ops or op in pattern.ops) and re.search(pattern.text, text):
-            return Answer(pattern.observed, detail)
-    if reply.status in (BAD_GATEWAY, _GATEWAY_TIMEOUT):
-        # Something in between gave up on the worker, which may have acted.
-        return Answer(Observed.LOST, detail)
+    known = matched(op, reply, text=text, detail=detail, patterns=PATTERNS)
+    if known is not None:
+        return known
     if reply.status in (UNAUTHORIZED, FORBIDDEN):
         return Answer(Observed.REFUSED, f"{detail} ({key_hint(reply.url)})")
-    if reply.status in (NOT_FOUND, NOT_ALLOWED):
-        return Answer(Observed.REFUSED, detail)
-    if reply.status == BAD_REQUEST and op not in _TOUCHES:
-        return Answer(Observed.REFUSED, detail)
-    return Answer(Observed.REJECTED, detail)
+    refuses = reply.status in (NOT_FOUND, NOT_ALLOWED) or (
+        reply.status == BAD_REQUEST and op not in _TOUCHES
+    )
+    return Answer(Observed.REFUSED if refuses else Observed.REJECTED, detail)
 
 
 _BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY

@@ -8,16 +8,15 @@ RULE holds whatever the engine does.
 import re
 from collections.abc import Mapping
 
-from genapi.errors import ReplyError
+from genapi.providers.shapes.answers import matched, unless_failed
 from genapi.providers.shapes.errors import (
-    BAD_GATEWAY,
+    BAD_REQUEST,
     FORBIDDEN,
     NOT_ALLOWED,
     NOT_FOUND,
     UNAUTHORIZED,
     error_text,
 )
-from genapi.providers.shapes.failures import reports_failure
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -36,8 +35,6 @@ from genapi.wire.http import HTTPReply
 
 __all__ = ("PATTERNS", "ROWS", "VERDICTS", "answer_of")
 
-_GATEWAY_TIMEOUT = 504
-_BAD_REQUEST = 400
 _WORKER = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 
 
@@ -76,26 +73,17 @@ PATTERNS: tuple[Pattern, ...] = (
 
 def answer_of(op: Op, reply: HTTPReply) -> Answer:
     """What a worker's reply to an operation is; an error inside a 200 is an error."""
-    if reply.ok:
-        try:
-            body = reply.json_object() if reply.body else {}
-        except ReplyError as error:
-            # Something in between has written it: what the worker did nobody can say.
-            return Answer(Observed.LOST, str(error))
-        if not reports_failure(body):
-            return Answer(Observed.DONE)
+    return unless_failed(reply) or _failure(op, reply)
+
+
+def _failure(op: Op, reply: HTTPReply) -> Answer:
     text = error_text(reply.body).message
     inner = _WORKER.search(text)
     detail = f"{reply.status}: {inner[1] if inner else text}"
-    for pattern in PATTERNS:
-        if (not pattern.ops or op in pattern.ops) and re.search(pattern.text, text):
-            return Answer(pattern.observed, detail)
-    if reply.status in (BAD_GATEWAY, _GATEWAY_TIMEOUT):
-        # Something in between gave up on the worker, which may have acted.
-        return Answer(Observed.LOST, detail)
-    if reply.status in (_BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED):
-        return Answer(Observed.REFUSED, detail)
-    return Answer(Observed.REJECTED, detail)
+    refuses = reply.status in (BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED)
+    return matched(op, reply, text=text, detail=detail, patterns=PATTERNS) or Answer(
+        Observed.REFUSED if refuses else Observed.REJECTED, detail
+    )
 
 
 _BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
