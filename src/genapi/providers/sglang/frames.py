@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from genapi.errors import ReplyError
+from genapi.providers.shapes.bodies import fields_of, kept, parse_body, unknown_of
 from genapi.providers.shapes.spans import WireSpan
 from genapi.types.ids import MAX_ID
 
@@ -82,7 +83,6 @@ class _ClosedBody(Body, gc=False, forbid_unknown_fields=True):
 _closed = msgspec.json.Decoder(_ClosedBody)
 _open = msgspec.json.Decoder(Body)
 _prompt_scores = msgspec.json.Decoder(list[Entry])
-_fields = msgspec.json.Decoder(dict[str, Raw])
 
 
 def parse(body: bytes) -> tuple[Body, dict[str, Any]]:
@@ -91,26 +91,14 @@ def parse(body: bytes) -> tuple[Body, dict[str, Any]]:
     Raises:
         ReplyError: it is not JSON, or a known field has another type.
     """
-    try:
-        return _closed.decode(body), {}
-    except msgspec.ValidationError:
-        pass  # an unknown field, or a broken one: the open decoder tells
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ReplyError(f"the reply is not JSON: {error}") from None
-    try:
-        typed = _open.decode(body)
-    except msgspec.ValidationError as error:
-        raise ReplyError(f"the reply breaks its contract: {error}") from None
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        # What the closed decoder stumbled over came before what is no JSON.
-        raise ReplyError(f"the reply is not JSON: {error}") from None
-    try:
-        fields = _fields.decode(body)
-        extra = _unknown(fields, Body)
+    typed, whole = parse_body(body, closed=_closed, opened=_open)
+    if whole:
+        return typed, {}
+    with kept():
+        fields = fields_of(body)
+        extra = unknown_of(fields, Body)
         if typed.meta_info is not None:
-            extra |= _unknown(_fields.decode(fields["meta_info"]), MetaInfo)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ReplyError(f"the reply has a field that is not JSON: {error}") from None
+            extra |= unknown_of(fields_of(fields["meta_info"]), MetaInfo)
     return typed, extra
 
 
@@ -124,8 +112,3 @@ def parse_prompt_scores(raw: Raw) -> list[Entry]:
         return _prompt_scores.decode(raw)
     except msgspec.ValidationError as error:
         raise ReplyError(f"input_token_logprobs break their contract: {error}") from None
-
-
-def _unknown(fields: dict[str, Raw], shape: type[Struct]) -> dict[str, Any]:
-    known = shape.__struct_fields__
-    return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in known}

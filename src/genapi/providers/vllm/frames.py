@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from genapi.errors import ReplyError
+from genapi.providers.shapes.bodies import fields_of, kept, parse_body, unknown_of
 from genapi.providers.shapes.spans import WireSpan
 from genapi.types.ids import MAX_ID
 
@@ -136,7 +137,6 @@ _closed_top = msgspec.json.Decoder(_ClosedTopBody)
 _open = msgspec.json.Decoder(Body)
 _open_top = msgspec.json.Decoder(_TopBody)
 _prompt_scores = msgspec.json.Decoder(list[dict[str, Candidate] | None])
-_fields = msgspec.json.Decoder(dict[str, Raw])
 _list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
@@ -150,25 +150,14 @@ def parse(body: bytes, *, top: bool) -> tuple[Body, dict[str, Any], list[dict[st
     Raises:
         ReplyError: it is not JSON, or a known field has another type.
     """
-    try:
-        return (_closed_top if top else _closed).decode(body), {}, []
-    except msgspec.ValidationError:
-        pass  # an unknown field, or a broken one: the open decoder tells
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ReplyError(f"the reply is not JSON: {error}") from None
-    try:
-        typed = (_open_top if top else _open).decode(body)
-    except msgspec.ValidationError as error:
-        raise ReplyError(f"the reply breaks its contract: {error}") from None
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        # What the closed decoder stumbled over came before what is no JSON.
-        raise ReplyError(f"the reply is not JSON: {error}") from None
-    try:
-        fields = _fields.decode(body)
+    closed, opened = (_closed_top, _open_top) if top else (_closed, _open)
+    typed, whole = parse_body(body, closed=closed, opened=opened)
+    if whole:
+        return typed, {}, []
+    with kept():
+        fields = fields_of(body)
         choices = _list_of_fields.decode(fields["choices"]) if typed.choices else []
-        return typed, _unknown(fields, Body), [_unknown(choice, Choice) for choice in choices]
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ReplyError(f"the reply has a field that is not JSON: {error}") from None
+        return typed, unknown_of(fields, Body), [unknown_of(choice, Choice) for choice in choices]
 
 
 def parse_prompt_scores(raw: Raw) -> list[dict[str, Candidate] | None]:
@@ -181,8 +170,3 @@ def parse_prompt_scores(raw: Raw) -> list[dict[str, Candidate] | None]:
         return _prompt_scores.decode(raw)
     except msgspec.ValidationError as error:
         raise ReplyError(f"prompt_logprobs break their contract: {error}") from None
-
-
-def _unknown(fields: dict[str, Raw], shape: type[Struct]) -> dict[str, Any]:
-    known = shape.__struct_fields__
-    return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in known}
