@@ -4,7 +4,7 @@ The rule of this file: every value that shapes the distribution or the length is
 its default, so that no default of the server (`--preferred-sampling-params`) can step in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from genapi.providers.sglang.options import Options
 from genapi.providers.sglang.reply import Accumulator, Failed
 from genapi.providers.shapes.errors import NOT_FINITE
 from genapi.providers.shapes.frames import FrameStream, Reported, decode_whole
+from genapi.providers.shapes.options import add_fields, options_of
 from genapi.providers.shapes.tokens import check_vocabulary
 from genapi.types.ids import TokenIds
 from genapi.types.request import GenerateRequest, SamplingParams, StructuredOutput
@@ -46,7 +47,7 @@ def check(request: GenerateRequest, capabilities: Capabilities | None) -> None:
             "with the OpenAI routes: until then tokenize and pass prompt_token_ids="
         )
     sampling = request.sampling
-    _options(request)
+    options_of(request, Options(), engine="SGLang")
     _check_sampling(sampling)
     if capabilities is None:
         return
@@ -93,7 +94,7 @@ def encode(request: GenerateRequest, *, wire_id: str, salt: str | None, stream: 
     Raises:
         UnsupportedError: an option sets what genapi sets itself.
     """
-    options, sampling = _options(request), request.sampling
+    options, sampling = options_of(request, Options(), engine="SGLang"), request.sampling
     salts = [part for part in (salt, request.cache_salt) if part is not None]
     scored = sampling.logprobs is not None or sampling.prompt_logprobs is not None
     body: dict[str, Any] = {
@@ -116,7 +117,7 @@ def encode(request: GenerateRequest, *, wire_id: str, salt: str | None, stream: 
         body["lora_path"] = request.lora
     if options.routed_dp_rank is not None:
         body["routed_dp_rank"] = options.routed_dp_rank
-    _add(body, options.body, of="body")
+    add_fields(body, options.body, of="body")
     return HTTPCall(method="POST", path=PATH, body=json_body(body), grant="data")
 
 
@@ -173,17 +174,6 @@ def _reports(context: DecodeContext, accumulator: Accumulator) -> Reported:
     return reported
 
 
-def _options(request: GenerateRequest) -> Options:
-    if request.options is None:
-        return Options()
-    if not isinstance(request.options, Options):
-        raise UnsupportedError(
-            f"options are {type(request.options).__module__}.{type(request.options).__name__}; "
-            "this fleet speaks SGLang: pass genapi.providers.sglang.Options(...)"
-        )
-    return request.options
-
-
 def _sampling(sampling: SamplingParams, options: Options) -> dict[str, Any]:
     wire: dict[str, Any] = {
         "n": 1,
@@ -212,7 +202,7 @@ def _sampling(sampling: SamplingParams, options: Options) -> dict[str, Any]:
     }
     if sampling.structured_output is not None:
         wire |= _structured(sampling.structured_output)
-    _add(wire, options.sampling_params, of="sampling_params")
+    add_fields(wire, options.sampling_params, of="sampling_params")
     return wire
 
 
@@ -222,10 +212,3 @@ def _structured(wanted: StructuredOutput) -> dict[str, Any]:
     if wanted.regex is not None:
         return {"regex": wanted.regex}
     return {"ebnf": wanted.grammar}
-
-
-def _add(body: dict[str, Any], more: Mapping[str, Any], *, of: str) -> None:
-    for name, value in more.items():
-        if name in body:
-            raise UnsupportedError(f"Options({of}=...) may not set {name!r}: genapi sets it")
-        body[name] = value

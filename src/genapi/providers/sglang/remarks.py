@@ -9,6 +9,7 @@ from genapi.providers.shapes.remarks import (
     on_echo,
     on_min_tokens,
     on_prompt_scores,
+    on_raw_scores,
 )
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
@@ -41,12 +42,8 @@ def remark_on(reply: GenerateResponse, request: GenerateRequest, *, remark: Rema
 
 def _on_mode(reply: GenerateResponse, request: GenerateRequest, remark: Remark) -> None:
     sampling = request.sampling
-    if reply.logprobs_mode == "raw" and sampling.temperature not in (0.0, 1.0):
-        remark(
-            "the server gives raw logprobs (before temperature) and temperature is "
-            f"{sampling.temperature}: they are not the log-probabilities of the draw; start "
-            "SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1"
-        )
+    remedy = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    on_raw_scores(reply, sampling, remark, remedy=remedy)
     # Greedy draws have one candidate: what would be left of it says nothing.
     truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     if reply.logprobs_mode == "scaled" and truncates and sampling.temperature > 0:

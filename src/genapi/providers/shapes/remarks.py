@@ -11,7 +11,7 @@ import numpy as np
 from genapi.types.request import SamplingParams
 from genapi.types.response import FinishReason, GenerateResponse
 
-__all__ = ("Remark", "on_counts", "on_echo", "on_min_tokens", "on_prompt_scores")
+__all__ = ("Remark", "on_counts", "on_echo", "on_min_tokens", "on_prompt_scores", "on_raw_scores")
 
 Remark = Callable[[str], None]
 
@@ -48,3 +48,15 @@ def on_min_tokens(reply: GenerateResponse, sampling: SamplingParams, remark: Rem
         count = len(output.token_ids)
         if output.finish_reason is FinishReason.STOP and count < sampling.min_tokens:
             remark(f"min_tokens is {sampling.min_tokens}, stopped after {count}")
+
+
+def on_raw_scores(
+    reply: GenerateResponse, sampling: SamplingParams, remark: Remark, *, remedy: str
+) -> None:
+    """Scores from before temperature; at 0 and 1 they are those of the draw all the same."""
+    if reply.logprobs_mode == "raw" and sampling.temperature not in (0.0, 1.0):
+        remark(
+            "the server gives raw logprobs (before temperature) and temperature is "
+            f"{sampling.temperature}: they are not the log-probabilities of the draw; {remedy}, or "
+            "sample at temperature 1"
+        )

@@ -11,6 +11,7 @@ from genapi.errors import UnsupportedError
 from genapi.providers.base import Capabilities, DecodeContext
 from genapi.providers.shapes.errors import error_value
 from genapi.providers.shapes.frames import FrameStream, Reported, decode_whole
+from genapi.providers.shapes.options import add_fields, options_of
 from genapi.providers.shapes.tokens import check_vocabulary
 from genapi.providers.vllm.errors import error_of
 from genapi.providers.vllm.options import Options
@@ -46,7 +47,7 @@ def check(request: GenerateRequest, capabilities: Capabilities | None) -> None:
     sampling = request.sampling
     if sampling.seed == -1:
         raise UnsupportedError("seed=-1 means 'no seed' to vLLM; pass another seed, or None")
-    options = _options(request)
+    options = options_of(request, Options(), engine="vLLM")
     if options.text and sampling.logprobs:
         raise UnsupportedError(
             "with Options(text=True) vLLM names candidates by text, not by id; use logprobs=0"
@@ -78,7 +79,7 @@ def encode(
         raise UnsupportedError(
             "vLLM's stream has no field for prompt_logprobs; ask with generate, or without them"
         )
-    options = _options(request)
+    options = options_of(request, Options(), engine="vLLM")
     name = request.lora or model
     salts = [part for part in (salt, request.cache_salt) if part is not None]
     body: dict[str, Any] = {
@@ -100,7 +101,7 @@ def encode(
         body["output_mode"] = "text"
     if options.kv_transfer_params is not None:
         body["kv_transfer_params"] = options.kv_transfer_params
-    _add(body, options.body)
+    add_fields(body, options.body, of="body")
     rank = options.data_parallel_rank
     headers = _NOTHING if rank is None else {"X-data-parallel-rank": str(rank)}
     return HTTPCall(method="POST", path=PATH, headers=headers, body=json_body(body))
@@ -146,17 +147,6 @@ def _reports(context: DecodeContext, accumulator: Accumulator) -> Reported:
     return reported
 
 
-def _options(request: GenerateRequest) -> Options:
-    if request.options is None:
-        return Options()
-    if not isinstance(request.options, Options):
-        raise UnsupportedError(
-            f"options are {type(request.options).__module__}.{type(request.options).__name__}; "
-            "this fleet speaks vLLM: pass genapi.providers.vllm.Options(...)"
-        )
-    return request.options
-
-
 def _sampling(sampling: SamplingParams, options: Options) -> dict[str, Any]:
     wire: dict[str, Any] = {
         "n": sampling.n,
@@ -199,10 +189,3 @@ def _structured(wanted: StructuredOutput) -> dict[str, Any]:
         "grammar": wanted.grammar,
     }
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _add(body: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for name, value in more.items():
-        if name in body:
-            raise UnsupportedError(f"Options(body=...) may not set {name!r}: genapi sets it")
-        body[name] = value

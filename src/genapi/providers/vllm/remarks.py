@@ -9,6 +9,7 @@ from genapi.providers.shapes.remarks import (
     on_echo,
     on_min_tokens,
     on_prompt_scores,
+    on_raw_scores,
 )
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
@@ -38,13 +39,8 @@ def remark_on(reply: GenerateResponse, request: GenerateRequest, *, remark: Rema
 
 def _on_mode(reply: GenerateResponse, request: GenerateRequest, remark: Remark) -> None:
     sampling = request.sampling
-    # At temperature 0 both modes give the same scores.
-    if reply.logprobs_mode == "raw" and sampling.temperature not in (0.0, 1.0):
-        remark(
-            "the server gives raw logprobs (before temperature) and temperature is "
-            f"{sampling.temperature}: they are not the log-probabilities of the draw; start "
-            "vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1"
-        )
+    remedy = "start vLLM with --logprobs-mode processed_logprobs"
+    on_raw_scores(reply, sampling, remark, remedy=remedy)
     truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     if reply.logprobs_mode == "processed" and truncates and sampling.temperature > 0:
         remark(
