@@ -130,7 +130,7 @@ pytest_add_cli_args_test_selection = [
     "tests/unit/test_control.py", "tests/unit/test_offpolicy.py",
     "tests/unit/test_wire_addresses.py",
     "tests/unit/test_wire_http.py", "tests/unit/test_wire_retry.py", "tests/unit/test_wire_sse.py",
-    "tests/property/test_intervals.py", "tests/property/test_shared.py",
+    "tests/property/test_intervals.py",
     "tests/property/test_sse.py", "tests/property/test_transaction.py", "tests/explore",
     "-k", "not (two_workers or two_groups or two_publishers or superseded or leaves_out)",
 ]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from genapi.publication.evidence import Answer, Observed, Op, Reached, Seen, Verdict
-from genapi.publication.shared import Shared
 from genapi.publication.table import TABLE, Act, Phase, Row, Who
 from genapi.publication.verification import Checks, compare
 from genapi.types.ids import WorkerId
@@ -279,8 +278,7 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
         failure=before.failure or ((op, answer) if fails else None),
         open=None,
     )
-    workers = Shared.of(tx.workers).having(worker, progress)
-    tx = replace(tx, workers=workers, unanswered=tx.unanswered - 1)
+    tx = replace(tx, workers={**tx.workers, worker: progress}, unanswered=tx.unanswered - 1)
     if not fails:
         return tx, ()
     error = f"{op} on {worker}: {answer.observed}: {answer.detail}"
@@ -366,7 +364,7 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
         for worker in asked:
             progress = workers[worker]
             workers[worker] = replace(progress, asked=(*progress.asked, op), open=op)
-        tx = replace(tx, workers=Shared.of(workers), unanswered=len(asked))
+        tx = replace(tx, workers=workers, unanswered=len(asked))
         commands = (*commands, *(Ask(w, op) for w in asked))
     if phase is Phase.TRANSFER:
         tx = replace(tx, updates=tx.updates + 1, more=False)
