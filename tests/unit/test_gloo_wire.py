@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from tests.unit.gloo_peer import Peer, content, held, listening_addresses
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="counts threads and sockets in /proc"
 )
+
+_c10d: Any = torch.distributed
 
 HOST = "127.0.0.1"
 LIMIT_S = 20.0
@@ -262,6 +266,38 @@ def test_a_receiver_that_comes_after_the_end_is_refused_at_once(peers: list[Peer
     assert result.error is not None
     assert "refused" in result.error
     assert result.took_s < AT_ONCE_S
+
+
+def engines_own(port: int) -> bool:
+    """Meet as an engine's own receiver does, with half an hour's patience; whether that failed."""
+    half_an_hour = dt.timedelta(minutes=30)
+    try:
+        store = _c10d.TCPStore(HOST, port, 3, is_master=False, timeout=half_an_hour)
+        store.get("the address of rank 0")
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_an_engines_own_receivers_that_come_too_late_are_turned_away_until_the_group_is_closed(
+    peers: list[Peer],
+) -> None:
+    before = holdings(peers)
+    group = GlooGroup(HOST, plain=True)
+    with ThreadPoolExecutor(3) as pool:
+        joining = pool.submit(group.join, 3, timeout_s=LIMIT_S)
+        early = pool.submit(engines_own, group.port)
+        group.abandon()
+        assert "abandoned" in str(joining.exception(AT_ONCE_S))
+        assert early.result(AT_ONCE_S)
+        for _ in range(3):
+            late = [pool.submit(engines_own, group.port) for _ in range(2)]
+            assert all(receiver.result(AT_ONCE_S) for receiver in late)
+            group.abandon()
+    assert group.close(timeout_s=AT_ONCE_S)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, group.port))
+    assert holdings(peers) == before
 
 
 @contextlib.contextmanager

@@ -11,6 +11,10 @@ of a group waits for what is in flight. So waits are cut into slices that look w
 was abandoned, and the destructor runs in a thread of its own. When any operation times out, gloo
 closes every connection of its group, so that thread first posts a receive that nobody answers,
 with a limit of 1 ms: it ends most of what is in flight, and receivers see connections closed.
+
+An engine's own receiver that finds nobody at the rendezvous tries again for half an hour, and does
+nothing else meanwhile. So the port of a plain group that never formed stays open until `close`,
+and whoever comes is turned away.
 """
 
 # ruff: noqa: SLF001 - torch's stubs do not know gloo's options, which are private besides
@@ -20,6 +24,7 @@ import contextlib
 import datetime as dt
 import ipaddress
 import json
+import os
 import socket
 import threading
 import time
@@ -31,13 +36,14 @@ import torch
 import torch.distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ("GlooGroup", "GroupError", "Parcel", "pack", "plan_chunks")
 
 _c10d: Any = torch.distributed
 
 _LOOK_EVERY = dt.timedelta(seconds=0.1)
+_LOOK_EVERY_S = _LOOK_EVERY.total_seconds()
 _AT_ONCE = dt.timedelta(milliseconds=1)
 _UNUSED_TAG = 0x6E0
 
@@ -101,7 +107,8 @@ class GlooGroup:
 
     Attributes:
         host: the address that receivers connect to; nothing listens on any other.
-        port: the rendezvous port, chosen by the kernel and open from now until `abandon`.
+        port: the rendezvous port, chosen by the kernel and open from now until `abandon`; that of
+            a plain group that did not form, until `close`.
     """
 
     def __init__(
@@ -127,22 +134,12 @@ class GlooGroup:
         self._plain = plain
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
+        self._closed = threading.Event()
         self._group: Any = None  # a ProcessGroupGloo, or None
         self._leaving: threading.Thread | None = None
         self._world_size = 0
-        self.host, self.port, descriptor = _listen(host)
-        self._store: Any = _c10d.TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-        # Our own keys go over a second connection: the hosting object must be free to vanish while
-        # a thread waits for a key.
-        self._client: Any = _c10d.TCPStore(
-            self.host, self.port, is_master=False, wait_for_workers=False
-        )
+        self._listener, self.host, self.port = _listen(host)
+        self._store, self._client = self._open_store()
 
     def join(self, world_size: int, *, timeout_s: float) -> None:
         """Take rank 0; returns when every receiver has joined.
@@ -195,22 +192,57 @@ class GlooGroup:
         limit.
         """
         with self._lock:
+            if self._abandoned.is_set():
+                return
             self._abandoned.set()
-            self._store = self._client = None  # the port closes, and so do the receivers' lines
+            self._store = self._client = None  # the receivers' lines close
             if self._group is not None:
                 group = [self._group]
                 self._group = None
-                self._leaving = threading.Thread(
-                    target=_leave, args=(group, self._world_size), name="genapi-gloo-leave"
-                )
-                self._leaving.start()
+                self._leave_by(_leave, group, self._world_size)
+            elif self._plain and not self._closed.is_set():
+                self._leave_by(self._turn_away, daemon=True)  # nobody has to call `close`
+                return
+            self._listener.close()
 
     def close(self, *, timeout_s: float) -> bool:
         """Abandon the group and wait until all it held is free; false if that takes longer."""
+        self._closed.set()
         self.abandon()
         if self._leaving is not None:
             self._leaving.join(timeout_s)
         return self._leaving is None or not self._leaving.is_alive()
+
+    def _open_store(self) -> tuple[Any, Any]:
+        """A store at the port, and a connection of our own to it.
+
+        Our keys go over the connection: the hosting object must be free to vanish while a thread
+        waits for a key.
+        """
+        store = _c10d.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(self._listener.fileno()),
+        )
+        return store, _c10d.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+
+    def _leave_by(self, function: Callable[..., None], *args: object, daemon: bool = False) -> None:
+        self._leaving = threading.Thread(
+            target=function, args=args, name="genapi-gloo-leave", daemon=daemon
+        )
+        self._leaving.start()
+
+    def _turn_away(self) -> None:
+        """Until the group is closed, let every late receiver in and hang up on it."""
+        with self._listener:
+            while not self._closed.is_set():
+                store, client = self._open_store()
+                # A receiver writes the first key as soon as its connection stands.
+                while not client.num_keys() and not self._closed.wait(_LOOK_EVERY_S):
+                    pass
+                del store, client
 
     def _broadcast(self, data: torch.Tensor, deadline: float) -> None:
         options = _c10d.BroadcastOptions()
@@ -313,7 +345,7 @@ def _payload(tensors: Sequence[Any]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _listen(host: str) -> tuple[str, int, int]:
+def _listen(host: str) -> tuple[socket.socket, str, int]:
     """Listen on a free port of this address only; a store left to itself listens on all."""
     family, kind, _, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     address = str(target[0])
@@ -326,8 +358,7 @@ def _listen(host: str) -> tuple[str, int, int]:
     except OSError:
         listener.close()
         raise
-    port = int(listener.getsockname()[1])
-    return address, port, listener.detach()
+    return listener, address, int(listener.getsockname()[1])
 
 
 def _until(deadline: float) -> dt.timedelta:
