@@ -132,10 +132,13 @@ async def test_keys_and_values_left_stale_are_found_and_the_trace_is_impure(
             play = Play(fleet, group, models)
             await play.publisher.adopt(0)
             await play.publish(1, CLEAN[0])  # from here on the transfer group stands
-            play.starts["preflight"] = [(SHARED, 1200)] * 4
+            for _ in range(4):
+                group.start_soon(play.ask, SHARED, 3800)
+            await vllm_pair[0].generating(4)
             await play.publish(2, PausePlan("keep", "stale", "salt"))
         kept = [play.heard.pop()[1] for _ in range(4)]
-        assert all(not reply.output.policy.is_pure for reply in kept)
+        for reply in kept:
+            assert not reply.output.policy.is_pure, reply.output.policy.spans
         assert all(judge.mismatches(reply, SHARED) > 0 for reply in kept)
         for reply in kept:
             assert [span.lo and span.lo.step for span in reply.output.policy.spans] == [1, 2]

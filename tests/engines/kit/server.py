@@ -14,6 +14,7 @@ import contextlib
 import http
 import http.client
 import json
+import math
 import os
 import pathlib
 import random
@@ -24,6 +25,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import anyio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +46,9 @@ __all__ = (
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 20.0
 PORT_TRIES = 3
+STARTS_LIMIT_S = 30.0
 LOOK_EVERY_S = 0.2
+LOOK_OFTEN_S = 0.01
 PORT_TAKEN = "ddress already in use"
 PORTS = range(15000, 32000)
 """Below those that outgoing connections get: nobody takes one while its server restarts, and no
@@ -167,6 +172,21 @@ class Server:
             return reply.status, json.loads(text)
         except ValueError:
             return reply.status, text
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter of `/metrics`, over all its labels."""
+        _, text = self.request("GET", "/metrics")
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(f"{name}{{"))
+        return sum(float(value) for _, value in lines)
+
+    async def generating(self, requests: int) -> None:
+        """Wait until it runs so many requests and each has got tokens (vLLM)."""
+        tokens = math.inf
+        with anyio.fail_after(STARTS_LIMIT_S):
+            while self.metric("vllm:generation_tokens_total") < tokens:
+                if tokens == math.inf and self.metric("vllm:num_requests_running") == requests:
+                    tokens = self.metric("vllm:generation_tokens_total") + 10 * requests
+                await anyio.sleep(LOOK_OFTEN_S)
 
     def is_healthy(self) -> bool:
         """Whether it says that it serves."""
