@@ -6,6 +6,7 @@ import http
 import json
 from typing import TYPE_CHECKING
 
+import anyio
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -50,10 +51,14 @@ def write_adapter(folder: pathlib.Path, *, seed: int) -> pathlib.Path:
     return folder
 
 
-def load(server: Server, folder: pathlib.Path, *, in_place: bool) -> None:
-    body = {"lora_name": "policy", "lora_path": str(folder), "load_inplace": in_place}
-    status, reply = server.request("POST", "/v1/load_lora_adapter", body)
+def post(server: Server, path: str, **body: object) -> None:
+    status, reply = server.request("POST", path, body)
     assert status == http.HTTPStatus.OK, reply
+
+
+def load(server: Server, folder: pathlib.Path, *, in_place: bool) -> None:
+    adapter = {"lora_name": "policy", "lora_path": str(folder)}
+    post(server, "/v1/load_lora_adapter", **adapter, load_inplace=in_place)
 
 
 async def test_an_adapter_replaced_under_a_request_is_in_its_tokens_and_its_trace_is_unknown(
@@ -70,12 +75,18 @@ async def test_an_adapter_replaced_under_a_request_is_in_its_tokens_and_its_trac
                 await p.adopt(0)
             asked = request(tokens=3000, lora="policy")
             alone = (await fleet.generate(asked)).output
-            async with fleet.stream(asked) as events:
-                await anext(events)
+            replies = []
+
+            async def ask() -> None:
+                replies.append(await fleet.generate(asked))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask)
+                await server.generating(1)
+                post(server, "/pause?mode=keep&clear_cache=false")  # however quick it is
                 load(server, second, in_place=True)
-                last = [event async for event in events][-1]
-        assert isinstance(last, genapi.Finished)
-        out = last.reply.output
+                post(server, "/resume")
+        out = replies[0].output
         assert out.token_ids[:1] == alone.token_ids[:1]
         assert out.token_ids != alone.token_ids
         for trace in (out.policy, alone.policy):
