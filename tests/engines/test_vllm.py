@@ -427,6 +427,8 @@ async def test_a_server_killed_in_mid_transfer_leaves_the_other_ones_group_untou
                 assert survivor.outcome is Outcome.COMMITTED
                 assert survivor.version_after == report.version
                 assert dead.outcome is Outcome.UNKNOWN
+                if on_partial == "hold":
+                    assert str(dead.worker) in (report.error or "")
                 assert dead.fence is not None
                 assert dead.fence.strength is FenceStrength.DEAD
                 if on_partial == "hold":

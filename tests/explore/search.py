@@ -336,7 +336,7 @@ class Search:
 
     def _end(self, node: Node) -> None:
         check_end(node.tx, node.truths, node.firsts)
-        locals_ = [(way_back(node.tx, w), node.truths[w], node.firsts[w]) for w in self.ids]
+        locals_ = [(_wordless(node.tx, w), node.truths[w], node.firsts[w]) for w in self.ids]
         self.found.ends.add((node.tx.phase, *sorted(map(repr, locals_))))
         self._follow_the_way_back(node)
 
@@ -447,6 +447,13 @@ def _acts(tx: Transaction, truths: Mapping[WorkerId, Truth]) -> Iterator[tuple[E
             yield Broke(act, group, "no"), True
     if act not in (Act.JOIN, Act.SEND) or len(tx.whole) > 1:
         yield ActFailed(act, "no"), True
+
+
+def _wordless(tx: Transaction, worker: WorkerId) -> tuple[object, ...]:
+    """The way back without its reason: words name answers that decide nothing."""
+    barrier, recovery = way_back(tx, worker)
+    strength = None if barrier is None else (barrier.strength, barrier.recovery)
+    return strength, recovery
 
 
 def _next_version(start: Start) -> PolicyVersion | None:

@@ -246,7 +246,8 @@ def advance(tx: Transaction, event: Event) -> Step:
             tx, commands = _fail(_acted(tx, act), f"{act}: {error}", tx.whole)
         case Broke(act, group, error):
             _acted(tx, act)
-            tx, commands = _fail(tx, f"{act}: {error}", {group}, echo=group in tx.broken)
+            error = "; ".join((f"{act}: {error}", *_lost(tx, group)))
+            tx, commands = _fail(tx, error, {group}, echo=group in tx.broken)
         case Cancelled():
             if tx.row.on_cancel != "go_on":
                 tx, commands = _fail(tx, "cancelled", tx.whole)
@@ -286,6 +287,15 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
         # The others answer when their group breaks: it may be this one that held them up.
         tx = replace(tx, error=error if tx.echo else f"{tx.error}; {error}", echo=False)
     return _fail(tx, error, {before.group}, echo=answer.observed is Observed.PEER_LOST)
+
+
+def _lost(tx: Transaction, group: int) -> Iterator[str]:
+    """Whose answer was given up as lost in this row: one of them may be why its group broke."""
+    for worker, progress in tx.workers.items():
+        op = tx.row.ask
+        answer = progress.answers.get(op) if op is not None and progress.open is None else None
+        if progress.group == group and answer is not None and answer.observed is Observed.LOST:
+            yield f"{op} on {worker}: {answer.observed}: {answer.detail}"
 
 
 def _checked_label(tx: Transaction, answer: Answer) -> Answer:

@@ -1,6 +1,7 @@
 """What a publication asks next, and what it concludes, from scripted answers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from genapi.publication.transaction import (
     ActFailed,
     Answered,
     Ask,
+    Broke,
     Cancelled,
     Command,
     Progress,
@@ -397,3 +399,11 @@ def test_that_the_other_end_went_away_is_the_error_only_while_nothing_else_is_kn
     assert (because.tx.error or "").startswith("update on vllm/b: dead")
     stays = Played({(Op.UPDATE, A): DEAD, (Op.UPDATE, B): gone})
     assert (stays.tx.error or "").startswith("update on vllm/a: dead")
+
+
+def test_a_worker_whose_answer_was_lost_is_named_when_its_group_breaks_after_that() -> None:
+    tx, _ = begin(replace(transaction(acknowledged=True), phase=Phase.TRANSFER))
+    tx, _ = advance(tx, Answered(B, Op.UPDATE, Answer(Observed.LOST, "connection reset")))
+    assert tx.error is None
+    tx, _ = advance(tx, Broke(Act.SEND, 0, "the line is down"))
+    assert tx.error == "send: the line is down; update on vllm/b: lost: connection reset"
