@@ -116,6 +116,11 @@ class Ledger:
             stays = target.run != self._lease.state.run
             await self._lease.write(phase="held", target=None if stays else target, workers=rows)
 
+    async def finish(self) -> None:
+        """Write that the committed version is the last one. Raises `SupersededError`."""
+        if self._lease is not None:
+            await self._lease.write(final=True)
+
 
 def _rows(workers: Iterable[tuple[WorkerId, Fence | None]]) -> tuple[BoardWorker, ...]:
     return tuple(BoardWorker(id=str(worker), fence=fence) for worker, fence in workers)

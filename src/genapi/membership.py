@@ -151,6 +151,7 @@ class Membership:
         members: by address.
         run: the run whose labels count; None until known.
         committed: the newest version that every worker was proved to hold.
+        final: the version that its publisher was closed with; None = a newer one may come.
         rules: what is guaranteed about the context of a version's tokens, as this process
             published or adopted it, or as a board tells.
         salted: whether requests carry the committed version in their cache salt.
@@ -163,6 +164,7 @@ class Membership:
     members: dict[str, Member]
     run: str | None = None
     committed: PolicyVersion | None = None
+    final: PolicyVersion | None = None
     rules: dict[PolicyVersion, ContextRule] = field(default_factory=dict)
     salted: bool = False
     publishing: bool = False
@@ -270,8 +272,15 @@ class Membership:
                 # What was concluded here is of an earlier publication than the one that committed.
                 member.told = member.fence
             self._changed()
+        self.end(told if board.final else None)
         for member in self.members.values():
             self._lift(member)
+
+    def end(self, version: PolicyVersion | None) -> None:
+        """No newer version than this one comes (None: one may)."""
+        changed, self.final = version != self.final, version
+        if changed:
+            self._changed()
 
     def _lift(self, member: Member) -> None:
         """Lift a fence that was told of, of a worker that others have published to since."""
@@ -413,4 +422,5 @@ class Membership:
                 if m.id is not None and m.facts is not None
             ),
             committed=self.committed,
+            final=self.final,
         )

@@ -1,5 +1,6 @@
 """`WeightPublisher`: moves a policy onto every worker of a fleet, as one transaction."""
 
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -66,6 +67,8 @@ __all__ = ("WeightPublisher",)
 
 Restarter = Callable[[WorkerId, str], Awaitable[None]]
 """Restarts the server with that identity at that address; returns when that was asked for."""
+
+_log = logging.getLogger(__name__)
 
 _READ_AGAIN_S = 0.5
 
@@ -164,6 +167,7 @@ class WeightPublisher:
         self._restarter = restarter
         self._left_open: BoardState | None = None
         self._in_doubt: set[str] = set()
+        self._last: PolicyVersion | None = None
         self.last_report: PublishReport | None = None
 
     async def __aenter__(self) -> Self:
@@ -175,15 +179,27 @@ class WeightPublisher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        await self.aclose(final=error is None)
 
     @property
     def probe_ids(self) -> TokenIds:
         """The ids that the probe scores: a trainer scores the same ones for `probe_logprobs`."""
         return self._probe.ids
 
-    async def aclose(self) -> None:
-        """Leave the transfer groups on both sides. Bounded; workers keep what they hold."""
+    async def aclose(self, *, final: bool = True) -> None:
+        """Say that no newer version comes, and leave the transfer groups on both sides.
+
+        Bounded; workers keep what they hold. A publisher that only adopted, or whose last
+        publication did not commit, says nothing of an end.
+
+        Args:
+            final: whether nobody publishes after this publisher. Requests that wait for a newer
+                version are then refused, until another publisher starts. `async with` passes
+                whether its block ended without an error.
+        """
+        last, self._last = self._last, None
+        if final and last is not None:
+            await self._finish(last)
         groups, self._groups = self._groups, ()
         members = {w for group in groups if group.sender is not None for w in group.ranks.offsets}
         try:
@@ -191,6 +207,23 @@ class WeightPublisher:
                 await self._have_left(members)
         finally:
             await leave(groups)
+
+    async def _finish(self, last: PolicyVersion) -> None:
+        membership, limit_s = self._fleet.membership, self._timeouts.cleanup_s
+        if not self._fleet.is_open or membership.committed != last:
+            return  # another publisher of this fleet goes on
+        why = f"no answer within cleanup_s={limit_s:g}"
+        with anyio.move_on_after(limit_s, shield=True):
+            try:
+                await self._ledger.finish()
+            except SupersededError:
+                return
+            except GenAPIError as error:
+                why = str(error)
+            else:
+                membership.end(last)
+                return
+        _log.warning("the board was not told that %s is the last version: %s", last, why)
 
     async def _have_left(self, workers: AbstractSet[WorkerId]) -> None:
         fleet, admin = self._fleet, self._fleet.provider.admin
@@ -305,7 +338,7 @@ class WeightPublisher:
         )
         checks = self._checks(probe_logprobs)
         async with self._fleet.publishing:
-            self.last_report = None
+            self.last_report = self._last = None
             self._check_enough()
             await self._take_lease()
             missing = await self._restart_broken()
@@ -327,6 +360,7 @@ class WeightPublisher:
                 raise cause
             if not report.committed:
                 raise PublishError(str(report), report=report) from cause
+            self._last = report.version
             return report
 
     def _checks(self, probe_logprobs: Any) -> Checks:
@@ -457,6 +491,7 @@ class WeightPublisher:
             if found.phase == "publishing" and found.holder != self._ledger.holder:
                 self._left_open = found
                 self._in_doubt = {worker.id for worker in found.workers}
+        self._fleet.membership.end(None)
 
     def _doubt(self, member: Member) -> None:
         """Fence whoever an open publication names, when it is met first.

@@ -105,13 +105,20 @@ class Versions:
         """Wait until a worker may have the version that the request asks for.
 
         Raises:
-            StalePolicyError: every worker is past it.
+            StalePolicyError: every worker is past it, or its publisher ended before it.
         """
         read = False
         while True:
             change = self._change
             if (read or not run.stale) and self._is_held(run):
                 return
+            if self._is_beyond_the_end(run):
+                # A publisher that has started since then takes the end away.
+                with run.waiting("its version"):
+                    await self._look(None)
+                final = self._membership.final
+                if not self._is_held(run) and final and self._is_beyond_the_end(run):
+                    raise stale(run, f"will not come, because its publisher ended with {final}")
             with run.waiting("its version"), anyio.move_on_after(self._config.refresh_s):
                 if read and not self._is_old(None):
                     await change.wait()
@@ -137,6 +144,10 @@ class Versions:
         if all(any(b.is_past(m.version(b.run)) for b in run.bounds) for m in members):
             raise stale(run, "cannot be met any more")
         return False
+
+    def _is_beyond_the_end(self, run: Run) -> bool:
+        final = self._membership.final
+        return final is not None and any(bound.is_beyond(final) for bound in run.bounds)
 
     async def dated(self, run: Run, response: GenerateResponse) -> GenerateResponse:
         """The reply with the versions between what was read before it and what is read now.

@@ -305,6 +305,35 @@ async def test_of_two_publishers_one_wins_and_the_other_is_superseded(phase: str
             assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
 
 
+async def test_a_publisher_that_was_superseded_ends_nothing_when_it_is_closed() -> None:
+    cluster, board = Cluster.from_query({"workers": "1"}), MemoryBoard()
+    async with process(cluster, board) as one, process(cluster, board) as two:
+        async with publisher(one) as old:
+            await old.publish(1, source(1))
+            await publisher(two).adopt(1)
+        state, _ = await board.read()
+        assert state is not None
+        assert state.committed is not None
+        assert not state.final
+        assert one.membership.final is None
+
+
+@pytest.mark.parametrize("how", ["is_down", "hangs"])
+async def test_a_board_that_does_not_take_the_end_holds_no_publisher_up(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, board = Cluster.from_query({"workers": "1"}), Unreliable()
+    async with process(cluster, board) as fleet:
+        quick = QUICK.model_copy(update={"cleanup_s": 0.05})
+        transport = genapi.weights.Memory()
+        with anyio.fail_after(5):
+            async with WeightPublisher(fleet, transport=transport, timeouts=quick) as it:
+                await it.publish(1, source(1))
+                setattr(board, how, True)
+        assert "was not told that genapi:r:1:1 is the last version" in caplog.text
+        assert fleet.membership.final is None
+
+
 async def test_a_process_that_only_generates_learns_of_the_version_from_a_board_that_travels(
     tmp_path: pathlib.Path,
 ) -> None:

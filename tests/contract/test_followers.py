@@ -210,6 +210,35 @@ def test_where_every_worker_was_restarted_nobody_answers_until_one_publishes(
     simulate(main)
 
 
+def test_a_board_tells_it_that_no_newer_version_comes_until_another_publisher_starts() -> None:
+    async def main() -> None:
+        async with processes(has_board=True, refresh_s=LIMIT_S) as p:
+            await p.publish(1)
+            assert (await p.other.snapshot()).final is None
+
+            async def wait() -> None:
+                with pytest.raises(
+                    genapi.StalePolicyError, match=r"min_version=2 .* ended with genapi:r:1:1"
+                ):
+                    await p.other.generate(request(min_version=2))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+                await anyio.sleep(REFRESH_S)
+                await p.publisher.aclose()
+            assert (await p.other.snapshot()).final == PolicyVersion(run="r", step=1)
+            next_one = genapi.WeightPublisher(
+                p.trainer, transport=genapi.weights.Memory(), timeouts=QUICK
+            )
+            await next_one.adopt(1)
+            async with anyio.create_task_group() as group:
+                group.start_soon(p.other.generate, request(min_version=2))
+                await anyio.sleep(REFRESH_S)
+                await next_one.publish(2, genapi.weights.from_tensors(weights(2)))
+
+    simulate(main)
+
+
 @boards
 def test_looking_around_costs_one_worker_per_refresh_and_nobody_waits(has_board: bool) -> None:
     async def main() -> None:

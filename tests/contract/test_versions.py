@@ -1,7 +1,7 @@
 """Versions that stay true over embedded vLLM servers: intervals, `min_version`, `exact_version`."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -390,6 +390,101 @@ async def test_a_version_that_has_passed_is_refused_at_once() -> None:
         await publish(publisher, 8)
         with anyio.fail_after(5), pytest.raises(genapi.StalePolicyError, match="any more"):
             await r.fleet.generate(request(exact_version=7))
+
+
+@pytest.mark.parametrize("field", ["min_version", "exact_version"])
+@pytest.mark.parametrize("routed", [False, True])
+async def test_whoever_waits_for_more_than_a_closed_publisher_made_is_refused(
+    field: str, routed: bool
+) -> None:
+    bound: dict[str, Any] = {field: 9}
+    errors: list[genapi.StalePolicyError] = []
+    async with spread(2, routed=routed, run="r") as (fleet, _, _):
+
+        async def ask() -> None:
+            with pytest.raises(genapi.StalePolicyError) as caught:
+                await fleet.generate(request(**bound))
+            errors.append(caught.value)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group, publisher_of(fleet) as publisher:
+                await publish(publisher, 7)
+                group.start_soon(ask)
+                await publish(publisher, 8)
+                assert (await fleet.snapshot()).final is None
+            await ask()  # also who comes later
+        assert (await fleet.snapshot()).final == PolicyVersion(run="r", step=8)
+        assert len(errors) == 2
+        for error in errors:
+            for part in (f"{field}=9", "will not come", "ended with genapi:r:8:1", "Publish it"):
+                assert part in str(error)
+        assert steps((await fleet.generate(request(min_version=8))).output.policy) == [(8, 8)]
+
+
+async def test_another_publisher_of_the_fleet_takes_the_end_away() -> None:
+    async with rig(1) as r:
+        async with publisher_of(r.fleet) as first:
+            await publish(first, 7)
+        async with anyio.create_task_group() as group, publisher_of(r.fleet) as second:
+            await second.adopt(7)
+            group.start_soon(r.fleet.generate, request(min_version=8))
+            with anyio.fail_after(5):
+                await publish(second, 8)
+
+
+async def _nothing(_: genapi.WeightPublisher) -> None:
+    """The block ends as it should."""
+
+
+async def _an_error(_: genapi.WeightPublisher) -> None:
+    raise ZeroDivisionError
+
+
+async def _a_refused_publication(publisher: genapi.WeightPublisher) -> None:
+    with pytest.raises(genapi.ConfigError):
+        await publish(publisher, 6)
+
+
+async def _a_hand_over(publisher: genapi.WeightPublisher) -> None:
+    await publisher.aclose(final=False)
+
+
+@pytest.mark.parametrize(
+    ("last", "begun"),
+    [
+        (_an_error, True),
+        (_a_refused_publication, True),
+        (_a_hand_over, True),
+        (_nothing, False),
+    ],
+    ids=["error", "not_committed", "handed_over", "only_adopted"],
+)
+async def test_a_publisher_that_ends_otherwise_is_no_end(
+    last: Callable[[genapi.WeightPublisher], Awaitable[None]], begun: bool
+) -> None:
+    async with rig(1) as r:
+        with suppress(ZeroDivisionError):
+            async with publisher_of(r.fleet) as publisher:
+                await publisher.adopt(6)
+                if begun:
+                    await publish(publisher, 7)
+                await last(publisher)
+        with pytest.raises(genapi.StalePolicyError, match=r"within timeout_s=0\.05"):
+            await r.fleet.generate(request(min_version=9, timeout_s=0.05))
+        assert (await r.fleet.snapshot()).final is None
+
+
+async def test_a_publisher_that_closes_before_another_of_its_fleet_is_no_end() -> None:
+    async with rig(1) as r:
+        first, second = publisher_of(r.fleet), publisher_of(r.fleet)
+        await publish(first, 7)
+        await publish(second, 8)
+        await first.aclose()
+        assert (await r.fleet.snapshot()).final is None
+        await second.aclose()
+        final = (await r.fleet.snapshot()).final
+        assert final is not None
+        assert final.step == 8
 
 
 async def test_an_exact_version_means_its_attempt_too_and_a_step_means_any() -> None:

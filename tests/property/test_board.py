@@ -41,11 +41,13 @@ def versions(run: st.SearchStrategy[str]) -> st.SearchStrategy[PolicyVersion]:
 def states(draw: st.DrawFn) -> BoardState:
     run = draw(st.none() | RUNS)
     target = draw(st.none() | versions(RUNS))
+    committed = None if run is None else draw(st.none() | versions(st.just(run)))
     return BoardState(
         run=run,
         epoch=draw(st.integers(0, 2**53)),
         phase="idle" if target is None else draw(st.sampled_from(["publishing", "held"])),
-        committed=None if run is None else draw(st.none() | versions(st.just(run))),
+        committed=committed,
+        final=committed is not None and target is None and draw(st.booleans()),
         target=target,
         workers=tuple(draw(WORKERS)),
         holder=draw(TEXT),

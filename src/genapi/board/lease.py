@@ -36,8 +36,8 @@ async def take_epoch(
 ) -> "Lease":
     """Take the board over: from now on every earlier holder is superseded.
 
-    What the record says of workers, `committed` (within one run) and an open publication stays;
-    `Lease.found` is the record as it was.
+    What the record says of workers, `committed` (within one run) and an open publication stays,
+    but `committed` is not final any more; `Lease.found` is the record as it was.
 
     Args:
         board: the board to take.
@@ -126,7 +126,9 @@ class Lease:
 
         A publication of another process may still come in between.
         """
-        _changed(self.state, "idle", None, version, context="unknown", workers=(), now=0.0)
+        _changed(
+            self.state, "idle", None, version, context="unknown", workers=(), final=False, now=0.0
+        )
 
     async def write(
         self,
@@ -136,6 +138,7 @@ class Lease:
         committed: PolicyVersion | None = None,
         context: ContextRule = "unknown",
         workers: Iterable[BoardWorker] | None = None,
+        final: bool = False,
     ) -> BoardState:
         """Write to the board; what is None stays. Returns the record as written.
 
@@ -145,12 +148,14 @@ class Lease:
             committed: the version that was proved on every worker.
             context: what is guaranteed about the context of its tokens.
             workers: the workers that the publication concerns.
+            final: whether the committed version is the last one.
 
         Raises:
             SupersededError: somebody else took over, at the earliest just after this write; or the
                 record is gone.
             ConfigError: `committed` would go back, or a version is of another run.
-            pydantic.ValidationError: phase and target do not go together.
+            pydantic.ValidationError: phase and target do not go together, or `final` does not go
+                with them.
             TransportError: as `Board.compare_and_set`. Check before going on.
         """
         workers = None if workers is None else tuple(workers)
@@ -164,6 +169,7 @@ class Lease:
                     committed,
                     context=context,
                     workers=workers,
+                    final=final,
                     now=self._clock(),
                 )
                 try:
@@ -226,6 +232,7 @@ def _changed(
     *,
     context: ContextRule,
     workers: tuple[BoardWorker, ...] | None,
+    final: bool,
     now: float,
 ) -> BoardState:
     run = state.run
@@ -242,6 +249,7 @@ def _changed(
         phase=phase,
         committed=committed or state.committed,
         context=state.context if committed is None else context,
+        final=final,
         target=target or (None if phase == "idle" else state.target),
         workers=state.workers if workers is None else workers,
         holder=state.holder,

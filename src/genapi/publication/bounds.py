@@ -58,6 +58,14 @@ class Bound:
             return version.attempt > self.attempt
         return version.step > self.step
 
+    def is_beyond(self, last: PolicyVersion) -> bool:
+        """Whether only a newer version than `last` could make what was asked for."""
+        if self.run not in (None, last.run):
+            return False
+        if last.step == self.step and self.attempt is not None:
+            return self.attempt > last.attempt
+        return self.step > last.step
+
 
 def bounds_of(
     request: GenerateRequest, *, run: str | None, labels: Iterable[object]

@@ -59,6 +59,8 @@ class BoardState(Value):
         phase: `idle`, `publishing` or `held`; `target` is None exactly when it is `idle`.
         committed: the newest version that was proved on every worker; None = UNKNOWN.
         context: what is guaranteed about the context of its tokens.
+        final: whether `committed` is the last version: its publisher was closed, and nobody has
+            taken the board since.
         target: the version that workers may hold in part; it may be of an earlier run.
         workers: the workers of the publication that is open, else of the last one.
         holder: names the publisher: host, process and a mark of its own.
@@ -71,6 +73,7 @@ class BoardState(Value):
     phase: BoardPhase = "idle"
     committed: PolicyVersion | None = None
     context: ContextRule = "unknown"
+    final: Annotated[bool, Field(strict=True)] = False
     target: PolicyVersion | None = None
     workers: tuple[BoardWorker, ...] = ()
     holder: Annotated[str, Field(min_length=1)]
@@ -83,6 +86,9 @@ class BoardState(Value):
             raise ValueError(message)
         if self.committed is not None and self.committed.run != self.run:
             message = f"{self.committed} is not of run {self.run!r}"
+            raise ValueError(message)
+        if self.final and (self.committed is None or self.target is not None):
+            message = f"final does not go with committed {self.committed}, target {self.target}"
             raise ValueError(message)
         ids = [worker.id for worker in self.workers]
         if len(set(ids)) != len(ids):
@@ -105,6 +111,7 @@ def encode_board(state: BoardState) -> bytes:
             "phase": state.phase,
             "committed": _label(state.committed),
             "context": state.context,
+            "final": state.final,
             "target": _label(state.target),
             "workers": [_worker(worker) for worker in state.workers],
             "holder": state.holder,
@@ -141,6 +148,7 @@ def decode_board(data: bytes, *, source: str = "the board") -> BoardState:
                 "phase": raw["phase"],
                 "committed": _version(raw["committed"]),
                 "context": raw["context"],
+                "final": raw["final"],
                 "target": _version(raw["target"]),
                 "workers": _read_workers(raw["workers"]),
                 "holder": raw["holder"],

@@ -90,10 +90,13 @@ class FleetSnapshot(Value):
     Attributes:
         workers: in the stable order that ranks follow.
         committed: the newest version that every worker was proved to hold; None = UNKNOWN.
+        final: the version that its publisher was closed with, so that none newer comes unless
+            another publisher starts; None = one may come.
     """
 
     workers: tuple[WorkerState, ...]
     committed: PolicyVersion | None = None
+    final: PolicyVersion | None = None
 
 
 class Outcome(StrEnum):

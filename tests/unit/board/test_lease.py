@@ -48,6 +48,28 @@ async def test_a_publication_leaves_its_intent_before_and_its_version_after(boar
     assert (await board.read()).state == closed
 
 
+async def test_a_last_version_is_last_until_anybody_writes_or_takes_the_board(board: Board) -> None:
+    lease = await take_epoch(board, "one", "r")
+    await lease.write(phase="idle", committed=version(1))
+    assert (await lease.write(final=True)).final
+    assert not (await lease.write(workers=WORKERS)).final
+    assert (await lease.write(final=True)).committed == version(1)
+    following = await take_epoch(board, "two")
+    assert following.found is not None
+    assert following.found.final
+    assert not following.state.final
+
+
+async def test_only_a_committed_version_can_be_the_last(board: Board) -> None:
+    lease = await take_epoch(board, "one", "r")
+    with pytest.raises(ValidationError, match="final"):
+        await lease.write(final=True)
+    await lease.write(phase="idle", committed=version(1))
+    with pytest.raises(ValidationError, match="final"):
+        await lease.write(phase="held", target=version(2), final=True)
+    assert not lease.state.final
+
+
 async def test_the_next_holder_finds_the_publication_that_the_last_one_left_open(
     board: Board,
 ) -> None:

@@ -66,6 +66,18 @@ def test_an_exact_version_is_past_when_a_worker_is_beyond_it_and_a_least_one_nev
     assert not Bound("min_version", 7, "r").is_past(v(9))
 
 
+def test_a_bound_is_beyond_a_version_when_only_a_newer_one_could_meet_it() -> None:
+    least, exact = Bound("min_version", 7, "r"), Bound("exact_version", 7, None)
+    attempt = Bound("exact_version", 7, "r", 2)
+    for bound in (least, exact, attempt):
+        assert [bound.is_beyond(x) for x in (v(6), v(6, 3), v(8))] == [True, True, False]
+    assert [attempt.is_beyond(x) for x in (v(7), v(7, 2), v(7, 3))] == [True, False, False]
+    assert not least.is_beyond(v(7))
+    assert not exact.is_beyond(v(7))
+    assert not least.is_beyond(v(6, run="x"))
+    assert exact.is_beyond(v(6, run="x"))
+
+
 def test_a_step_is_of_the_fleets_run_or_of_the_one_that_the_labels_agree_on() -> None:
     labels = ["default", None, "genapi:a:3:1", "genapi:a:4:1"]
     assert bounds_of(asked(min_version=3), run="r", labels=labels)[0].run == "r"
