@@ -407,3 +407,140 @@ def test_a_worker_whose_answer_was_lost_is_named_when_its_group_breaks_after_tha
     assert tx.error is None
     tx, _ = advance(tx, Broke(Act.SEND, 0, "the line is down"))
     assert tx.error == "send: the line is down; update on vllm/b: lost: connection reset"
+
+
+def test_only_answers_to_the_bucket_that_is_on_its_way_say_whose_was_lost() -> None:
+    tx, _ = begin(replace(transaction(acknowledged=True), phase=Phase.TRANSFER))
+    tx, _ = advance(tx, Answered(A, Op.UPDATE, DONE))
+    tx, _ = advance(tx, Answered(B, Op.UPDATE, Answer(Observed.LOST, "of the first")))
+    tx, _ = advance(tx, ActDone(Act.SEND, more=True))
+    assert tx.phase is Phase.TRANSFER
+    tx, _ = advance(tx, Broke(Act.SEND, 0, "the line is down"))
+    assert tx.error == "send: the line is down"
+
+
+def test_a_worker_that_stays_silent_after_its_group_broke_is_named_as_well() -> None:
+    tx, _ = begin(replace(transaction(), phase=Phase.TRANSFER))
+    tx, _ = advance(tx, Answered(A, Op.UPDATE, Answer(Observed.REFUSED, "no room")))
+    tx, _ = advance(tx, Answered(B, Op.UPDATE, Answer(Observed.LOST, "silence")))
+    assert tx.error == ("update on vllm/a: refused: no room; update on vllm/b: lost: silence")
+    tx, _ = begin(replace(transaction(), phase=Phase.TRANSFER))
+    tx, _ = advance(tx, Answered(A, Op.UPDATE, Answer(Observed.PEER_LOST, "it left")))
+    tx, _ = advance(tx, Answered(B, Op.UPDATE, Answer(Observed.LOST, "silence")))
+    assert tx.error == "update on vllm/b: lost: silence"
+
+
+def test_the_first_failure_is_the_error_and_the_later_ones_are_those_of_their_workers() -> None:
+    full, gone = Answer(Observed.REFUSED, "full"), Answer(Observed.DEAD, "gone")
+    played = Played({(Op.BEGIN, A): full, (Op.BEGIN, B): gone})
+    assert played.tx.error == "begin on vllm/a: refused: full"
+    assert [(f.reason if (f := played.fence(w)) else None) for w in (A, B)] == [
+        "begin: refused: full",
+        "begin: dead: gone",
+    ]
+    tx, _ = begin(replace(transaction(), phase=Phase.TRANSFER))
+    tx, _ = advance(tx, ActFailed(Act.SEND, "no"))
+    tx, _ = advance(tx, Answered(B, Op.UPDATE, gone))
+    assert tx.error == "send: no"
+
+
+def test_a_worker_that_did_nothing_wrong_is_fenced_for_what_the_publication_failed_of() -> None:
+    played = Played({(Op.UPDATE, A): Answer(Observed.REFUSED, "no index X")})
+    innocent, guilty = played.fence(B), played.fence(A)
+    assert innocent is not None
+    assert guilty is not None
+    assert innocent.reason == "update on vllm/a: refused: no index X"
+    assert guilty.reason == "update: refused: no index X"
+
+
+def test_a_fence_for_an_answer_without_words_ends_with_what_was_observed() -> None:
+    barrier = Played({(Op.PAUSE, A): LOST}).fence(A)
+    assert barrier is not None
+    assert barrier.reason == "pause: lost"
+
+
+def test_a_label_that_is_another_than_the_attempts_is_told_with_both() -> None:
+    played = Played({(Op.READ, A): shown(OLD)})
+    wrong = f"other_label: label read back is {OLD!r}, expected {NEW!r}"
+    assert played.tx.error == f"read on vllm/a: {wrong}"
+    barrier = played.fence(A)
+    assert barrier is not None
+    assert barrier.reason == f"read: {wrong}"
+
+
+def summed(digest: str) -> Answer:
+    return Answer(Observed.DONE, facts={"label": NEW, "checksums": {"w": digest}})
+
+
+def three() -> Transaction:
+    return replace(transaction(), workers={w: Progress() for w in (A, B, STRANGER)})
+
+
+def test_a_worker_that_holds_other_bytes_than_the_others_is_named_and_fenced() -> None:
+    script = {
+        (Op.READ, A): summed("1"),
+        (Op.READ, B): summed("2"),
+        (Op.READ, STRANGER): summed("1"),
+    }
+    played = Played(script, tx=three())
+    assert not played.tx.committed
+    assert played.tx.error == (
+        "read on vllm/b: differs: it holds other bytes than most workers in w"
+    )
+    barrier = played.fence(B)
+    assert barrier is not None
+    assert barrier.reason == "read: differs: it holds other bytes than most workers in w"
+    assert played.verdict(B).outcome is Outcome.DIRTY
+    assert played.verdict(A).outcome is Outcome.COMMITTED
+
+
+def test_what_a_worker_failed_of_is_not_mended_by_holding_what_the_others_hold() -> None:
+    script = {(Op.READ, w): summed("1") for w in (A, B, STRANGER)}
+    refused = Answer(Observed.REFUSED, "still open")
+    played = Played({**script, (Op.FINISH, A): refused}, tx=three())
+    assert played.tx.workers[A].failure == (Op.FINISH, refused)
+
+
+def test_with_enough_proved_workers_these_serve_and_the_others_do_not() -> None:
+    least = replace(transaction(), min_workers=1)
+    played = Played({(Op.READ, A): shown(OLD)}, tx=least)
+    assert played.tx.committed
+    assert played.tx.phase is Phase.DONE
+    assert [worker for op, worker in played.asked if op is Op.RESUME] == [B]
+    assert played.fence(A) is not None
+    assert played.fence(B) is None
+    both = Played({(Op.READ, A): shown(OLD)}, tx=replace(transaction(), min_workers=2))
+    assert both.tx.phase is Phase.HELD
+    assert not both.tx.committed
+
+
+@pytest.mark.parametrize("op", [Op.RESUME, Op.PROBE])
+def test_what_fails_after_the_commit_does_not_lead_back_before_it(op: Op) -> None:
+    played = Played({(op, A): LOST}, tx=replace(transaction(), min_workers=1))
+    assert played.tx.phase is Phase.DONE
+    assert len([o for o, _ in played.asked if o is op]) == 2
+
+
+def test_a_group_goes_on_when_another_one_broke() -> None:
+    apart = {A: Progress(group=0), B: Progress(group=1)}
+    played = Played({(Op.BEGIN, A): DEAD}, tx=replace(transaction(), workers=apart, min_workers=1))
+    assert played.tx.committed
+    assert [op for op, worker in played.asked if worker is A and op is Op.UPDATE] == []
+    assert (Op.FINISH, B) in played.asked
+    assert played.verdict(B).outcome is Outcome.COMMITTED
+
+
+def test_a_worker_that_was_found_paused_is_not_resumed_on_the_way_out() -> None:
+    found = {(Op.INSPECT, A): shown(OLD, paused=True), (Op.CONFIRM, B): LOST}
+    played = Played(found)
+    assert [worker for op, worker in played.asked if op is Op.RESUME] == [B]
+
+
+def test_what_held_a_worker_before_does_not_explain_what_happened_to_it_since() -> None:
+    old = Fence(strength=FenceStrength.PAUSED, reason="held", recovery=Recovery.REPUBLISH)
+    script = {(Op.READ, A): shown(OLD)}
+    played = Played(script, tx=transaction(fences={A: old}), fails=Act.SEND)
+    barrier = played.fence(A)
+    assert barrier is not None
+    assert barrier.recovery is Recovery.REPUBLISH
+    assert barrier.reason == "send: no"
