@@ -17,8 +17,9 @@ from genapi.publication.plan import PausePlan
 from genapi.types.response import GenerateResponse
 from genapi.wire.flow import Flow
 from genapi.wire.http import HTTPReply
-from tests.support.sglang_wire import PROMPT, PROVIDER, URL, context, decode, request, sse
+from tests.support.sglang_wire import PROMPT, PROVIDER, URL, decode, request
 from tests.support.transcripts import play
+from tests.support.wire import context, sse
 
 ids = st.integers(0, 2**31 - 1)
 score = st.one_of(st.floats(width=32, min_value=-100, max_value=0), st.none())

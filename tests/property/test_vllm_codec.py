@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from genapi import GenAPIError, GenerateRequest
 from genapi.types.response import GenerateResponse
-from tests.support.vllm_wire import PROMPT, PROVIDER, context, decode, request, sse
+from tests.support.vllm_wire import PROMPT, PROVIDER, decode, request
+from tests.support.wire import context, sse
 
 ids = st.integers(0, 2**31 - 1)
 score = st.one_of(st.floats(width=32, min_value=-100, max_value=0), st.none(), st.just(-9999.0))

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from genapi import GenerateRequest, SamplingParams
-from genapi.providers.base import DecodeContext
 from genapi.providers.sglang.provider import SGLang
 from genapi.types.response import GenerateResponse
 from genapi.wire.http import HTTPReply
+from tests.support.wire import context, streamed
 
 PROMPT = [5, 6, 7, 8]
 URL = "http://w1:30000"
@@ -59,10 +60,6 @@ def asked_for(name: str, **more: Any) -> GenerateRequest:
     return request(prompt=sent["input_ids"], **{**wanted, **more})
 
 
-def context(asked: GenerateRequest, **more: Any) -> DecodeContext:
-    return DecodeContext(**{"request": asked, "request_id": "r", "wire_id": "w", **more})
-
-
 def scored(ids: list[int], *values: float | None) -> list[list[Any]]:
     """Score entries, -1 for each token unless given."""
     given = values or (-1.0,) * len(ids)
@@ -105,22 +102,4 @@ def decode(body: Any, asked: GenerateRequest, **more: Any) -> GenerateResponse:
     return PROVIDER.decode(HTTPReply(200, content, {}, f"{URL}/generate"), context(asked, **more))
 
 
-def sse(*frames: Any, done: bool = True) -> bytes:
-    texts = [f if isinstance(f, bytes) else json.dumps(f).encode() for f in frames]
-    return b"".join(b"data: " + text + b"\n\n" for text in [*texts, *([b"[DONE]"] if done else [])])
-
-
-def stream(
-    content: bytes,
-    asked: GenerateRequest,
-    *,
-    framed: bool = True,
-    step: int | None = None,
-    **more: Any,
-) -> GenerateResponse:
-    """Decode a streamed body that arrives in pieces of `step` bytes."""
-    decoder = PROVIDER.stream_decoder(context(asked, **more))
-    size = step or max(len(content), 1)
-    for start in range(0, len(content), size):
-        decoder.feed(content[start : start + size])
-    return decoder.finish(framed=framed)
+stream = partial(streamed, PROVIDER)

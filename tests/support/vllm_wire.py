@@ -1,13 +1,14 @@
 """Short ways to write vLLM requests, replies and streams in tests."""
 
 import json
+from functools import partial
 from typing import Any
 
 from genapi import GenerateRequest, SamplingParams
-from genapi.providers.base import DecodeContext
 from genapi.providers.vllm.provider import VLLM
 from genapi.types.response import GenerateResponse
 from genapi.wire.http import HTTPReply
+from tests.support.wire import context, streamed
 
 PROMPT = [300, 301, 302]
 URL = "http://w1:8000/inference/v1/generate"
@@ -22,14 +23,6 @@ def request(
         lora=lora,
         sampling=SamplingParams(**{"max_tokens": 16, **sampling}),
     )
-
-
-class Remarks(list[str]):
-    """Collects what decoding remarks upon."""
-
-
-def context(asked: GenerateRequest, **more: Any) -> DecodeContext:
-    return DecodeContext(**{"request": asked, "request_id": "r", "wire_id": "w", **more})
 
 
 def scores(*values: float | None, ids: list[int] | None = None) -> dict[str, Any]:
@@ -53,22 +46,4 @@ def decode(content: bytes, asked: GenerateRequest, **more: Any) -> GenerateRespo
     return PROVIDER.decode(HTTPReply(200, content, {}, URL), context(asked, **more))
 
 
-def sse(*frames: bytes | dict[str, Any], done: bool = True) -> bytes:
-    texts = [f if isinstance(f, bytes) else json.dumps(f).encode() for f in frames]
-    return b"".join(b"data: " + text + b"\n\n" for text in [*texts, *([b"[DONE]"] if done else [])])
-
-
-def stream(
-    content: bytes,
-    asked: GenerateRequest,
-    *,
-    framed: bool = True,
-    step: int | None = None,
-    **more: Any,
-) -> GenerateResponse:
-    """Decode a streamed body that arrives in pieces of `step` bytes."""
-    decoder = PROVIDER.stream_decoder(context(asked, **more))
-    size = step or max(len(content), 1)
-    for start in range(0, len(content), size):
-        decoder.feed(content[start : start + size])
-    return decoder.finish(framed=framed)
+stream = partial(streamed, PROVIDER)

@@ -15,13 +15,13 @@ from tests.support.sglang_wire import (
     ROOT,
     STOP,
     asked_for,
-    context,
     decode,
     output,
     recorded,
     request,
     scored,
 )
+from tests.support.wire import context
 
 NAN = float("nan")
 

@@ -15,7 +15,8 @@ from genapi import (
     ProviderError,
 )
 from genapi.wire.http import HTTPReply
-from tests.support.sglang_wire import PROVIDER, URL, context, recorded, request
+from tests.support.sglang_wire import PROVIDER, URL, recorded, request
+from tests.support.wire import context
 
 
 def raised(reply: HTTPReply) -> GenAPIError:

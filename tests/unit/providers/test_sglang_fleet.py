@@ -12,7 +12,8 @@ import genapi
 from genapi import AuthError, Fleet, UnsupportedError
 from genapi.transports.base import StreamReply
 from genapi.wire.http import HTTPCall, HTTPReply
-from tests.support.sglang_wire import STOP, output, recorded, request, sse
+from tests.support.sglang_wire import STOP, output, recorded, request
+from tests.support.wire import sse
 
 NORMAL = ("/generate", "/model_info", "/ping", "/server_info", "/v1/models")
 OPEN = ("/health", "/ready")

@@ -17,14 +17,13 @@ from tests.support.sglang_wire import (
     PROVIDER,
     STOP,
     asked_for,
-    context,
     output,
     recorded,
     request,
     scored,
-    sse,
     stream,
 )
+from tests.support.wire import context, sse
 
 SPANS = [{"version": "genapi:r:1:1", "start": 0, "end": 3}]
 

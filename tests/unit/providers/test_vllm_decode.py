@@ -8,7 +8,8 @@ import pytest
 
 from genapi import FinishReason, IncompleteError, PolicyVersion, ProviderError, ReplyError
 from tests.support.transcripts import exchange, exchanges
-from tests.support.vllm_wire import PROMPT, PROVIDER, body, choice, context, decode, request, scores
+from tests.support.vllm_wire import PROMPT, PROVIDER, body, choice, decode, request, scores
+from tests.support.wire import context
 
 NAN = float("nan")
 

@@ -16,7 +16,8 @@ from genapi import (
 )
 from genapi.wire.http import HTTPReply
 from tests.support.transcripts import exchange, exchanges
-from tests.support.vllm_wire import PROVIDER, URL, context, request
+from tests.support.vllm_wire import PROVIDER, URL, request
+from tests.support.wire import context
 
 
 def raised(reply: HTTPReply, **how: Any) -> GenAPIError:

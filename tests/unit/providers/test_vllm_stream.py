@@ -8,7 +8,8 @@ import pytest
 
 from genapi import FinishReason, IncompleteError, ProviderError, ReplyError
 from tests.support.transcripts import exchange
-from tests.support.vllm_wire import PROMPT, PROVIDER, choice, context, request, sse, stream
+from tests.support.vllm_wire import PROMPT, PROVIDER, choice, request, stream
+from tests.support.wire import context, sse
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 SPANS = [{"version": "genapi:r:1:1", "start": 0, "end": 2}]
