@@ -76,6 +76,17 @@ def test_a_new_beginning_is_told_beside_the_old_one(was: str, is_now: str, told:
     assert str(found) == told
 
 
+def test_a_last_part_alone_says_nothing_unless_it_is_the_whole_name() -> None:
+    (found,) = explain([meta("m.w")], [meta("w")])
+    assert str(found) == "renamed, without 'm.' in front: 'm.w', now 'w'"
+    assert [d.kind for d in explain([meta("m.w")], [meta("x.w")])] == ["missing", "extra"]
+
+
+def test_names_of_different_depths_are_told_together() -> None:
+    (found,) = explain([meta(name) for name in ("a.b", "a.b.c", "a.b.d", "a.b.e.f")], [])
+    assert str(found).startswith("missing: 4 tensors under 'a.b.', 'a.b', ")
+
+
 def test_a_few_names_are_all_told() -> None:
     (found,) = explain([meta(f"n{i}.w") for i in range(3)], [])
     assert str(found) == "missing: 'n0.w', 'n1.w', 'n2.w'"
@@ -127,9 +138,21 @@ def test_a_head_that_comes_or_goes_may_be_tied_to_the_embedding() -> None:
     without = [m for m in BEFORE if m.name != HEAD]
     (gone,) = explain(BEFORE, without)
     assert (gone.kind, gone.before, gone.now) == ("tied", (HEAD,), ())
-    assert f"{HEAD!r} is sent no more and is like {EMBEDDING!r}" in gone.text
+    tied = (
+        "and is like 'model.embed_tokens.weight', with which it may share its data; a tied tensor "
+        "is sent under each of its names, or always under one"
+    )
+    assert gone.text == f"tied: 'lm_head.weight' is sent no more {tied}"
     (come,) = explain(without, BEFORE)
     assert (come.kind, come.before, come.now) == ("tied", (), (HEAD,))
+    assert come.text == f"tied: 'lm_head.weight' was not sent before {tied}"
+
+
+def test_of_two_heads_each_is_held_against_the_embedding() -> None:
+    draft = meta("draft." + HEAD, shape=(64, 16))
+    tied, missing = explain([*BEFORE, draft], [m for m in BEFORE if m.name != HEAD])
+    assert (tied.kind, tied.before) == ("tied", (HEAD,))
+    assert (missing.kind, missing.before) == ("missing", (draft.name,))
 
 
 def test_a_head_of_another_shape_than_the_embedding_is_just_missing() -> None:
@@ -143,6 +166,8 @@ def test_dtypes_and_shapes_are_told_by_what_they_were_and_are() -> None:
     now[0] = meta(EMBEDDING, dtype="float32", shape=(128, 8))
     dtype, shape = explain(BEFORE, now)
     assert (dtype.kind, len(dtype.now)) == ("dtype", 7)
+    assert dtype.before == dtype.now
+    assert (shape.before, shape.now) == ((EMBEDDING,), (EMBEDDING,))
     assert dtype.text.startswith("dtype was bfloat16 and is float32: 7 tensors, ")
     assert str(shape) == f"shape was [64, 8] and is [128, 8]: {EMBEDDING!r}"
     assert describe((dtype, shape)) == f"{dtype}; {shape}"

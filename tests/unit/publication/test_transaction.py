@@ -17,6 +17,7 @@ from genapi.publication.transaction import (
     Broke,
     Cancelled,
     Command,
+    Cut,
     Progress,
     Transaction,
     advance,
@@ -64,6 +65,10 @@ def transaction(
         finish_sets_label=finish_sets_label,
         marks=marks,
     )
+
+
+def three() -> Transaction:
+    return replace(transaction(), workers={w: Progress() for w in (A, B, STRANGER)})
 
 
 class Played:
@@ -430,6 +435,59 @@ def test_a_worker_that_stays_silent_after_its_group_broke_is_named_as_well() -> 
     assert tx.error == "update on vllm/b: lost: silence"
 
 
+@pytest.mark.parametrize("first", [Observed.REFUSED, Observed.PEER_LOST])
+def test_what_comes_after_a_worker_that_stayed_silent_changes_nothing(first: Observed) -> None:
+    tx, _ = begin(replace(three(), phase=Phase.TRANSFER))
+    tx, _ = advance(tx, Answered(A, Op.UPDATE, Answer(first, "it left")))
+    tx, _ = advance(tx, Answered(B, Op.UPDATE, Answer(Observed.LOST, "silence")))
+    named = tx.error
+    tx, _ = advance(tx, Answered(STRANGER, Op.UPDATE, Answer(Observed.DEAD, "gone")))
+    assert (tx.error or "").endswith("update on vllm/b: lost: silence")
+    assert tx.error == named
+
+
+def test_that_an_end_broke_because_its_group_had_is_not_the_error() -> None:
+    left = Answered(A, Op.UPDATE, Answer(Observed.PEER_LOST, "it left"))
+    gone = Answered(B, Op.UPDATE, Answer(Observed.DEAD, "gone"))
+    broke = Broke(Act.SEND, 0, "the line is down")
+    after, _ = begin(replace(transaction(), phase=Phase.TRANSFER))
+    for event in (left, broke):
+        after, _ = advance(after, event)
+    assert after.error == "update on vllm/a: peer_lost: it left"
+    first, _ = begin(replace(transaction(), phase=Phase.TRANSFER))
+    for event in (broke, gone):
+        first, _ = advance(first, event)
+    assert first.error == "send: the line is down"
+
+
+@pytest.mark.parametrize(
+    ("phase", "cuts", "fails"),
+    [
+        (Phase.PREFLIGHT, True, True),
+        (Phase.STAGE, True, True),
+        (Phase.PAUSE, False, True),
+        (Phase.TRANSFER, False, True),
+        (Phase.FINISH, False, False),
+        (Phase.RESUME, False, False),
+    ],
+)
+def test_a_cancellation_cuts_what_harms_nobody_and_does_not_stop_what_is_nearly_done(
+    phase: Phase, cuts: bool, fails: bool
+) -> None:
+    proved = Progress(answers={Op.READ: shown(NEW)})
+    tx, _ = begin(replace(transaction(), workers={A: proved, B: proved}, phase=phase))
+    tx, commands = advance(tx, Cancelled())
+    assert (Cut() in commands) is cuts
+    assert tx.failed is fails
+    assert tx.error == ("cancelled" if fails else None)
+
+
+def test_a_group_that_stands_is_not_joined_again() -> None:
+    played = Played({}, tx=replace(transaction(), standing=frozenset({0})), fails=Act.JOIN)
+    assert played.tx.committed
+    assert Op.JOIN not in {op for op, _ in played.asked}
+
+
 def test_the_first_failure_is_the_error_and_the_later_ones_are_those_of_their_workers() -> None:
     full, gone = Answer(Observed.REFUSED, "full"), Answer(Observed.DEAD, "gone")
     played = Played({(Op.BEGIN, A): full, (Op.BEGIN, B): gone})
@@ -454,9 +512,11 @@ def test_a_worker_that_did_nothing_wrong_is_fenced_for_what_the_publication_fail
 
 
 def test_a_fence_for_an_answer_without_words_ends_with_what_was_observed() -> None:
-    barrier = Played({(Op.PAUSE, A): LOST}).fence(A)
+    played = Played({(Op.PAUSE, A): LOST})
+    barrier = played.fence(A)
     assert barrier is not None
     assert barrier.reason == "pause: lost"
+    assert played.tx.error == "pause on vllm/a: lost: "
 
 
 def test_a_label_that_is_another_than_the_attempts_is_told_with_both() -> None:
@@ -470,10 +530,6 @@ def test_a_label_that_is_another_than_the_attempts_is_told_with_both() -> None:
 
 def summed(digest: str) -> Answer:
     return Answer(Observed.DONE, facts={"label": NEW, "checksums": {"w": digest}})
-
-
-def three() -> Transaction:
-    return replace(transaction(), workers={w: Progress() for w in (A, B, STRANGER)})
 
 
 def test_a_worker_that_holds_other_bytes_than_the_others_is_named_and_fenced() -> None:
