@@ -506,7 +506,7 @@ class Fleet:
         task = self._following
         if now - self._followed_at > refresh_s and (task is None or task.done()):
             self._followed_at, self._lost_touch = now, silent_s > _OUT_OF_TOUCH * refresh_s
-            # Owned by the fleet, as above.
+            # Owned by the fleet, which may be opened and closed in different tasks.
             task = self._following = asyncio.create_task(self._look_around())  # noqa: TID251
         if task is not None and self._lost_touch:
             await asyncio.wait([task], timeout=refresh_s)
@@ -567,7 +567,7 @@ class Fleet:
             is_told = member.fence is not None and member.fence == member.told
             due = member.suspect or (is_told and self._is_old(member.url))
             if due and (reading is None or reading.done()):
-                # Owned by the fleet, which may be opened and closed in different tasks.
+                # Owned by the fleet as well.
                 reading = asyncio.create_task(self._read([member.url]))  # noqa: TID251
                 self._revivals[member.url] = reading
             if reading is not None and not reading.done():
