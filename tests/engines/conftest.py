@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import pytest
 
+import genapi
 from tests.engines.kit.server import VLLM, Engine, Server, serving
 from tests.engines.kit.sglang.engine import SGLANG
 
@@ -162,6 +163,19 @@ def oracle(transformers: Callable[[Question], Any]) -> Oracle:
         question = {"model": str(model), "prompt": list(before), "tokens": list(tokens)}
         answer = transformers(question)
         return list(zip(answer["best"], answer["margins"], strict=True))
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def scores(transformers: Callable[[Question], Any]) -> Callable[..., list[float | None]]:
+    """What `transformers` gives for the ids of a publisher's probe."""
+
+    def ask(folder: pathlib.Path, p: genapi.WeightPublisher) -> list[float | None]:
+        answer: list[float | None] = transformers(
+            {"model": str(folder), "prompt": list(p.probe_ids)}
+        )["logprobs"]
+        return answer
 
     return ask
 

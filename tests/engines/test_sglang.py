@@ -34,14 +34,14 @@ from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Meddled, Meddling
 from tests.engines.test_rows import ANY, Way, leads_back, publishing
 from tests.engines.test_vllm import (
-    KEPT,
     LIMITS,
     PROMPT,
-    Gated,
     everywhere,
     failed,
+    kept,
     publisher,
     request,
+    steps_of,
     target,
     weights,
 )
@@ -49,7 +49,7 @@ from tests.engines.test_vllm import (
 if TYPE_CHECKING:
     import pathlib
 
-    from tests.engines.conftest import Models, Oracle, Question, Serve
+    from tests.engines.conftest import Models, Oracle, Serve
     from tests.engines.kit.server import Server
 
 on_engine = (pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio)
@@ -75,19 +75,6 @@ def engine(test: Any) -> Any:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="session")
-def scores(transformers: Callable[[Question], Any]) -> Callable[..., list[float | None]]:
-    """What `transformers` gives for the ids of a publisher's probe."""
-
-    def ask(folder: pathlib.Path, p: genapi.WeightPublisher) -> list[float | None]:
-        answer: list[float | None] = transformers(
-            {"model": str(folder), "prompt": list(p.probe_ids)}
-        )["logprobs"]
-        return answer
-
-    return ask
 
 
 def post(server: Server, path: str, **body: object) -> Any:
@@ -170,36 +157,10 @@ async def test_a_retracted_request_shows_two_spans_and_each_token_is_of_the_weig
     async with genapi.connect(target(*sglang_pair), run="kept") as fleet:
         await fleet.wait_ready(timeout_s=60)
         judge = Judge(oracle, {10: models.seed0, 11: models.seed1})
-        source = Gated(models.seed1)
-        replies: list[genapi.GenerateResponse] = []
-        began = 0
-
-        async def keep() -> None:
-            nonlocal began
-            async with fleet.stream(request(tokens=1500)) as events:
-                await anext(events)
-                began += 1
-                if began == KEPT:
-                    source.gate.set()
-                last = [event async for event in events][-1]
-            assert isinstance(last, genapi.Finished)
-            replies.append(last.reply)
-
-        async with publisher(fleet) as p:
-            await p.publish(10, weights(models.seed0))
-            async with anyio.create_task_group() as group:
-                group.start_soon(p.publish, 11, source)
-                assert await anyio.to_thread.run_sync(source.reached.wait, 60)
-                for _ in range(KEPT):
-                    group.start_soon(keep)
-            await p.publish(12, weights(models.seed0))
-        steps = [[s.lo.step for s in r.output.policy.spans if s.lo] for r in replies]
-        assert [10, 11] in steps
-        assert all(made in ([10], [10, 11]) for made in steps)
+        replies = await kept(fleet, models, tokens=1500)
         retractions = [reply.output.extra["num_retractions"] for reply in replies]
-        assert retractions == [len(made) - 1 for made in steps]
+        assert retractions == [len(steps_of(reply)) - 1 for reply in replies]
         for reply in replies:
-            assert reply.output.is_complete
             judge.check(reply, PROMPT)
         judge.close()
 

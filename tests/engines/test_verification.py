@@ -21,9 +21,7 @@ from tests.engines.kit.judge import Judge
 from tests.engines.test_vllm import LIMITS, PROMPT, everywhere, request, target, weights
 
 if TYPE_CHECKING:
-    import pathlib
-
-    from tests.engines.conftest import Models, Oracle, Question, Serve
+    from tests.engines.conftest import Models, Oracle, Serve
     from tests.engines.kit.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio]
@@ -39,19 +37,6 @@ PAIR = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_pr
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="session")
-def scores(transformers: Callable[[Question], Any]) -> Callable[..., list[float | None]]:
-    """What `transformers` gives for the ids of a publisher's probe."""
-
-    def ask(folder: pathlib.Path, p: genapi.WeightPublisher) -> list[float | None]:
-        answer: list[float | None] = transformers(
-            {"model": str(folder), "prompt": list(p.probe_ids)}
-        )["logprobs"]
-        return answer
-
-    return ask
 
 
 def publisher(fleet: genapi.Fleet, *levels: Any, **more: Any) -> genapi.WeightPublisher:

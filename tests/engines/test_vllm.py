@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
@@ -23,11 +23,9 @@ from safetensors.torch import load_file
 import genapi
 from genapi import FinishReason, GenerateRequest, Outcome, PublishTimeouts, SamplingParams
 from genapi.events import AdminCalled, Event, PhaseStarted
-from genapi.transports.base import Plane, StreamReply
-from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
-from genapi.wire.http import HTTPCall, HTTPReply
 from tests.engines.kit.judge import Judge
+from tests.engines.kit.meddling import Meddled, Meddling
 
 if TYPE_CHECKING:
     import pathlib
@@ -153,41 +151,53 @@ class Gated:
             yield pair
 
 
+async def kept(
+    fleet: genapi.Fleet, models: Models, *, tokens: int
+) -> list[genapi.GenerateResponse]:
+    """Replies that were begun under step 10, of seed 0, while step 11, of seed 1, was published."""
+    source = Gated(models.seed1)
+    replies: list[genapi.GenerateResponse] = []
+    began = 0
+
+    async def keep() -> None:
+        nonlocal began
+        async with fleet.stream(request(tokens=tokens)) as events:
+            await anext(events)
+            began += 1
+            if began == KEPT:
+                source.gate.set()
+            last = [event async for event in events][-1]
+        assert isinstance(last, genapi.Finished)
+        replies.append(last.reply)
+
+    async with publisher(fleet) as p:
+        # The group forms with the first publication, and no token is made meanwhile.
+        await p.publish(10, weights(models.seed0))
+        async with anyio.create_task_group() as group:
+            group.start_soon(p.publish, 11, source)
+            assert await anyio.to_thread.run_sync(source.reached.wait, 60)
+            for _ in range(KEPT):
+                group.start_soon(keep)
+        await p.publish(12, weights(models.seed0))
+    made = [steps_of(reply) for reply in replies]
+    assert [10, 11] in made
+    assert all(steps in ([10], [10, 11]) for steps in made)
+    assert all(reply.output.is_complete for reply in replies)
+    return replies
+
+
+def steps_of(reply: genapi.GenerateResponse) -> list[int]:
+    """The step of each span."""
+    return [span.lo.step for span in reply.output.policy.spans if span.lo]
+
+
 async def test_a_kept_request_shows_two_spans_and_each_token_is_of_the_weights_it_names(
     vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
 ) -> None:
     async with genapi.connect(target(*vllm_pair), run="kept") as fleet:
         await fleet.wait_ready(timeout_s=60)
         judge = Judge(oracle, {10: models.seed0, 11: models.seed1})
-        source = Gated(models.seed1)
-        replies: list[genapi.GenerateResponse] = []
-        began = 0
-
-        async def keep() -> None:
-            nonlocal began
-            async with fleet.stream(request(tokens=3500)) as events:
-                await anext(events)
-                began += 1
-                if began == KEPT:
-                    source.gate.set()
-                last = [event async for event in events][-1]
-            assert isinstance(last, genapi.Finished)
-            replies.append(last.reply)
-
-        async with publisher(fleet) as p:
-            # The group forms with the first publication, and no token is made meanwhile.
-            await p.publish(10, weights(models.seed0))
-            async with anyio.create_task_group() as group:
-                group.start_soon(p.publish, 11, source)
-                assert await anyio.to_thread.run_sync(source.reached.wait, 60)
-                for _ in range(KEPT):
-                    group.start_soon(keep)
-            await p.publish(12, weights(models.seed0))
-        steps = [[s.lo.step for s in r.output.policy.spans if s.lo] for r in replies]
-        assert [10, 11] in steps
-        assert all(made in ([10], [10, 11]) for made in steps)
-        assert all(r.output.is_complete for r in replies)
-        for reply in replies:
+        for reply in await kept(fleet, models, tokens=3500):
             judge.check(reply, PROMPT)
         judge.close()
 
@@ -214,42 +224,11 @@ async def test_every_gather_has_ended_before_the_first_pause(
     assert last_gather < order.index("pause")
 
 
-class Losing:
-    """An HTTP transport that loses the reply to one call: the server acts, nobody hears of it."""
-
-    in_process = False
-
-    def __init__(self, path: str, server: Server) -> None:
-        self.inner = AiohttpTransport(Plane(keep_alive=False))
-        self.path = path
-        self.url = server.url
-        self.lost = 0
-
-    async def send(
-        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
-    ) -> HTTPReply:
-        reply = await self.inner.send(base_url, call, headers=headers or {})
-        if call.path == self.path and base_url == self.url and not self.lost:
-            self.lost += 1
-            raise genapi.TransportError("lost on the way back", phase="may_have_run", url=base_url)
-        return reply
-
-    @contextlib.asynccontextmanager
-    async def stream(
-        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[StreamReply]:
-        async with self.inner.stream(base_url, call, headers=headers or {}) as reply:
-            yield reply
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
-
-
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
 async def test_a_lost_reply_is_decided_by_what_is_read_back(
     path: str, vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
 ) -> None:
-    transport = Losing(path, vllm_pair[1])
+    transport = Meddling(Meddled(path, "lose", url=vllm_pair[1].url))
     run = "lost" + path.replace("/", "-")
     async with (
         contextlib.aclosing(transport),
@@ -259,7 +238,7 @@ async def test_a_lost_reply_is_decided_by_what_is_read_back(
         judge = Judge(oracle, {1: models.seed1})
         async with publisher(fleet) as p:
             report = await p.publish(1, weights(models.seed1))
-            assert transport.lost == 1
+            assert transport.done == 1
             assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
             for reply in await everywhere(fleet):
                 judge.check(reply, PROMPT)
@@ -480,15 +459,7 @@ async def test_a_server_that_is_stopped_in_mid_transfer_is_named_and_comes_back(
 async def test_a_pause_that_never_answers_ends_bounded_and_the_other_worker_serves(
     vllm_pair: tuple[Server, Server], models: Models
 ) -> None:
-    class Silent(Losing):
-        async def send(
-            self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
-        ) -> HTTPReply:
-            if call.path == "/pause" and base_url == self.url:
-                await anyio.sleep_forever()
-            return await self.inner.send(base_url, call, headers=headers or {})
-
-    transport = Silent("/pause", vllm_pair[1])
+    transport = Meddling(Meddled("/pause", "hang", url=vllm_pair[1].url))
     limits = LIMITS.model_copy(update={"pause_s": 2.0})
     async with (
         contextlib.aclosing(transport),

@@ -33,15 +33,18 @@ class Meddled:
     Attributes:
         path: of the call.
         how: `lose`: the server acts, its reply is lost. `swallow`: it never arrives, and nobody
-            knows. `refuse`: something in between answers 503 in its place. `twice`: it arrives
-            twice, and the second reply comes back. `change`: its body is changed.
+            knows. `hang`: it never arrives, and is never answered. `refuse`: something in between
+            answers 503 in its place. `twice`: it arrives twice, and the second reply comes back.
+            `change`: its body is changed.
         nth: which call to that path, from 1.
+        url: of the one server whose calls count; None = of any.
         change: makes another body of the one that was sent.
     """
 
     path: str
-    how: Literal["lose", "swallow", "refuse", "twice", "change"]
+    how: Literal["lose", "swallow", "hang", "refuse", "twice", "change"]
     nth: int = 1
+    url: str | None = None
     change: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
@@ -58,6 +61,9 @@ class Meddling:
         self.told = told
         """Called before each call goes out, with its path and which call to that path it is."""
         self.calls: list[str] = []
+        self.done = 0
+        """How many things went wrong."""
+        self._at: list[tuple[str, str]] = []
         self.second_bucket = anyio.Event()
         """Set when a worker is asked to take a second bucket."""
 
@@ -65,11 +71,14 @@ class Meddling:
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
     ) -> HTTPReply:
         self.calls.append(call.path)
+        self._at.append((base_url, call.path))
         nth = self.calls.count(call.path)
+        of_url = {None: nth, base_url: self._at.count((base_url, call.path))}
         self.told(call.path, nth)
         if call.path in UPDATES and nth == SECOND:
             self.second_bucket.set()
-        how = {m for m in self.meddled if m.path == call.path and m.nth == nth}
+        how = {m for m in self.meddled if m.path == call.path and m.nth == of_url.get(m.url)}
+        self.done += len(how)
         for meddled in how:
             if meddled.how == "change":
                 body = meddled.change(HTTPReply(200, call.body or b"{}").json_object())
@@ -78,6 +87,8 @@ class Meddling:
                 return HTTPReply(503, b'{"error":{"message":"try later"}}')
             elif meddled.how == "swallow":
                 raise _lost(base_url)
+            elif meddled.how == "hang":
+                await anyio.sleep_forever()
             elif meddled.how == "twice":
                 await self.inner.send(base_url, call, headers=headers or {})
         reply = await self.inner.send(base_url, call, headers=headers or {})
