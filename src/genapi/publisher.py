@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from types import TracebackType
@@ -10,20 +10,19 @@ from typing import Any, Literal, Self
 
 import anyio
 
+from genapi.absence import Absences, Restarter, check_reached, nameless
+from genapi.adoption import check_adoptable, label_all
 from genapi.control import fan_out
 from genapi.drive import Drive
 from genapi.errors import (
-    AuthError,
     ConfigError,
     FleetError,
     GenAPIError,
-    NotReadyError,
     PublishError,
     SupersededError,
     TransportError,
     UnsupportedError,
 )
-from genapi.events import WorkerLeftOut
 from genapi.fleet import Fleet
 from genapi.groups import Group, leave, regroup
 from genapi.ledger import Ledger
@@ -39,20 +38,18 @@ from genapi.publication.numbering import (
 )
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
 from genapi.publication.ranks import Ranked, RankPlan, plan_groups
-from genapi.publication.transaction import Progress, Transaction, conclude, fence
-from genapi.publication.verification import Checks, found_of, levels_of
+from genapi.publication.transaction import Progress, Transaction
+from genapi.publication.verification import Checks, levels_of
+from genapi.receipts import receipt_of
 from genapi.types.board import BoardState
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import (
     ContextRule,
     PolicyVersion,
-    is_updating_label,
-    parse_label,
     parse_updating_label,
 )
 from genapi.types.worker import (
-    Evidence,
     Fence,
     FenceStrength,
     Outcome,
@@ -65,12 +62,7 @@ from genapi.weights.base import TensorMeta, WeightSource, WeightTransport, check
 
 __all__ = ("WeightPublisher",)
 
-Restarter = Callable[[WorkerId, str], Awaitable[None]]
-"""Restarts the server with that identity at that address; returns when that was asked for."""
-
 _log = logging.getLogger(__name__)
-
-_READ_AGAIN_S = 0.5
 
 _LATER: Mapping[str, Any] = {
     "at_most": None,
@@ -165,6 +157,9 @@ class WeightPublisher:
         self._ledger = Ledger(fleet.board)
         self._min_workers = min_workers
         self._restarter = restarter
+        self._absences = Absences(
+            fleet, timeouts=self._timeouts, min_workers=min_workers, restarter=restarter
+        )
         self._left_open: BoardState | None = None
         self._in_doubt: set[str] = set()
         self._last: PolicyVersion | None = None
@@ -261,16 +256,10 @@ class WeightPublisher:
             self.last_report = None
             await self._take_lease()
             members = await self._everyone(fresh=True)
-            _check_reached(members.values())
+            check_reached(members.values())
             version, rule = self._version_to_adopt(step, members)
             self._ledger.check_commit(version)
-            results = await fan_out(
-                {worker: partial(self._adopt, m.url, version) for worker, m in members.items()}
-            )
-            receipts = tuple(
-                self._adopted(worker, members[worker], version, result)
-                for worker, result in results.items()
-            )
+            receipts = await label_all(self._fleet, members, version, timeouts=self._timeouts)
             committed = all(r.outcome is Outcome.COMMITTED for r in receipts)
             errors = [r.error for r in receipts if r.error]
             report = PublishReport(
@@ -341,7 +330,7 @@ class WeightPublisher:
             self.last_report = self._last = None
             self._check_enough()
             await self._take_lease()
-            missing = await self._restart_broken()
+            missing = await self._absences.restart_broken()
             if manifest_changed:
                 self._manifest = None
             report, cause = await self._try(step, source, plan, checks)
@@ -351,7 +340,7 @@ class WeightPublisher:
             )
             if broken and self._restarter is not None and not isinstance(cause, SupersededError):
                 try:
-                    await self._restart_broken()
+                    await self._absences.restart_broken()
                 except GenAPIError as error:
                     cause = error  # what has been published, and what not, is in the report
                 else:
@@ -381,9 +370,9 @@ class WeightPublisher:
             everyone = await self._everyone(fresh=True)
             version = self._version_to_publish(step, everyone)
         self._attempts[version.step] = version.attempt
-        left_out = await self._leave_out(everyone, version)
+        left_out = await self._absences.leave_out(everyone, version)
         members = {worker: m for worker, m in everyone.items() if worker not in left_out}
-        _check_reached(members.values())
+        check_reached(members.values())
         self._groups = await regroup(self._groups, self._rank_plans(members))
         drive = self._drive(version, source, members, plan=plan, checks=checks, left_out=left_out)
         held = self._ledger.target
@@ -398,90 +387,6 @@ class WeightPublisher:
         if report.committed:
             self._manifest = drive.manifest
         return report, drive.cause
-
-    async def _restart_broken(self) -> set[str]:
-        """Have servers restarted that do not answer or cannot be healed, and wait for them.
-
-        Returns where a server could not be restarted or was not back in time, if a publication may
-        go on without it.
-
-        Raises:
-            FleetError: that happened, and everybody is needed.
-            AuthError, ConfigError: what answers does not let itself be administered.
-        """
-        missing: set[str] = set()
-        if self._restarter is None:
-            return missing
-        await self._fleet.snapshot()
-        results = await fan_out(
-            {
-                member.url: partial(self._restart_if_broken, self._restarter, member)
-                for member in self._fleet.membership.members.values()
-            }
-        )
-        for url, result in results.items():
-            if isinstance(result, FleetError) and self._min_workers is not None:
-                missing.add(url)
-            elif isinstance(result, GenAPIError):
-                raise result
-        return missing
-
-    async def _restart_if_broken(self, restarter: Restarter, member: Member) -> None:
-        if _needs_restart(member) or (member.suspect and await self._absence(member) is not None):
-            await self._restart(restarter, member)
-
-    async def _absence(self, member: Member) -> Fence | None:
-        """The fence of a worker that could not be read, once more; None = somebody answers there.
-
-        One failed read shows nothing: a restart costs all that the server has in flight.
-
-        Raises:
-            AuthError, ConfigError: what answers does not let itself be administered.
-        """
-        fleet, limit_s = self._fleet, self._timeouts.preflight_s
-        with anyio.move_on_after(limit_s):
-            while True:
-                try:
-                    facts = await fleet.inspect(member.url, timeout_s=limit_s)
-                except (AuthError, ConfigError):
-                    raise
-                except GenAPIError as error:
-                    if _is_gone(error):
-                        return _gone(str(error))
-                    if not isinstance(error, TransportError):
-                        return None
-                    await anyio.sleep(_READ_AGAIN_S)
-                else:
-                    fleet.membership.learn(member.url, facts)
-                    return None
-        return Fence(
-            strength=FenceStrength.CLIENT,
-            reason=f"{member.url} gave no answer within preflight_s={limit_s:g}",
-            recovery=Recovery.REPUBLISH,
-        )
-
-    async def _restart(self, restarter: Restarter, member: Member) -> None:
-        fleet, limit_s = self._fleet, self._timeouts.restart_s
-        # One that this process never reached has no name yet but its address.
-        old = member.id or _nameless(fleet.membership.provider, member)
-        with anyio.move_on_after(limit_s):
-            try:
-                await restarter(old, member.url)
-            except Exception as error:
-                raise FleetError(f"the restarter failed on {old}: {error!r}") from error
-            while True:
-                try:
-                    facts = await fleet.inspect(member.url)
-                except GenAPIError as error:
-                    if _is_gone(error):
-                        member.suspect = True  # an engine that names no instance has a new life now
-                    await anyio.sleep(_READ_AGAIN_S)
-                    continue
-                if fleet.membership.identify(member.url, facts) != old:
-                    fleet.membership.learn(member.url, facts)
-                    return
-                await anyio.sleep(_READ_AGAIN_S)
-        raise FleetError(f"{old} was not back as another process within restart_s={limit_s:g}")
 
     async def _take_lease(self) -> None:
         """Take the board over, and take in what it says of workers."""
@@ -565,45 +470,13 @@ class WeightPublisher:
             await self._fleet.snapshot()
         for member in membership.members.values():
             self._doubt(member)
-        return {m.id or _nameless(membership.provider, m): m for m in membership.members.values()}
+        return {m.id or nameless(membership.provider, m): m for m in membership.members.values()}
 
     def _check_enough(self) -> None:
         there = len(self._fleet.membership.members)
         if self._min_workers is not None and self._min_workers > there:
             message = f"min_workers={self._min_workers}, and the fleet has {there} workers"
             raise ConfigError(message)
-
-    async def _leave_out(
-        self, everyone: Mapping[WorkerId, Member], version: PolicyVersion
-    ) -> dict[WorkerId, Receipt]:
-        """With `serve`, fence who cannot take part, where the others are enough; their receipts."""
-        if self._min_workers is None:
-            return {}
-        found = await fan_out(
-            {worker: partial(self._standing, member) for worker, member in everyone.items()}
-        )
-        fences = {worker: f for worker, f in found.items() if isinstance(f, Fence)}
-        if len(everyone) - len(fences) < self._min_workers:
-            return {}
-        receipts = {}
-        for worker, barrier in fences.items():
-            member = everyone[worker]
-            member.id = worker  # so that whoever comes in its place is known for a successor
-            if member.fence != barrier:
-                self._fleet.membership.fence(member, barrier)
-            event = WorkerLeftOut(version=version, worker=worker, reason=barrier.reason)
-            self._fleet.observe(event)
-            receipts[worker] = _left_out(worker, member, barrier)
-        return receipts
-
-    async def _standing(self, member: Member) -> Fence | None:
-        """The fence that keeps a worker from taking part, as it was just read; None = it may."""
-        absence = await self._absence(member) if member.suspect else None
-        if _needs_restart(member):
-            return member.fence
-        if absence is not None and absence.recovery is not Recovery.RESTART_THEN_PUBLISH:
-            return member.fence or absence  # what heals it once it answers is known already
-        return absence
 
     def _run_of(self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]) -> str:
         membership = self._fleet.membership
@@ -616,7 +489,7 @@ class WeightPublisher:
         self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]
     ) -> tuple[PolicyVersion, ContextRule]:
         for member in members.values():
-            _check_adoptable(member)
+            check_adoptable(member)
         run = self._run_of(step, members)
         held = [v for m in members.values() if (v := m.version(run)) is not None]
         version = version_to_adopt(step, held, run=run)
@@ -704,7 +577,9 @@ class WeightPublisher:
     ) -> PublishReport:
         tx = drive.tx
         receipts = tuple(
-            left_out[worker] if worker in left_out else self._receipt(drive, worker, member)
+            left_out[worker]
+            if worker in left_out
+            else receipt_of(worker, member, tx, times=drive.times, fleet=self._fleet)
             for worker, member in everyone.items()
         )
         serving = sum(r.outcome is Outcome.COMMITTED and r.fence is None for r in receipts)
@@ -719,116 +594,6 @@ class WeightPublisher:
         self.last_report = report
         return report
 
-    def _receipt(self, drive: Drive, worker: WorkerId, member: Member) -> Receipt:
-        tx, membership = drive.tx, self._fleet.membership
-        progress = tx.workers[worker]
-        verdict = conclude(tx, progress, self._fleet.provider.admin.verdicts)
-        before = parse_label(progress.found.get("label"))
-        label = _label_after(progress)
-        member.note_label(label)
-        barrier = fence(tx, progress, verdict)
-        if member.id == worker and (barrier is not None or progress.did(Op.PROBE)):
-            # Only what verified this very process lifts a fence.
-            membership.fence(member, barrier)
-        failure = progress.failure
-        found = found_of(tx.label, progress.answers, tx.checks)
-        return Receipt(
-            worker=worker,
-            url=member.url,
-            outcome=verdict.outcome,
-            evidence=verdict.evidence,
-            version_before=before,
-            version_after=parse_label(label),
-            paused_s=drive.times.paused_s(worker),
-            bytes_sent=drive.times.bytes_sent.get(worker, 0),
-            verified=found.levels,
-            checksum_blind=found.blind,
-            probe_gap=found.gap,
-            fence=barrier,
-            recovery=verdict.recovery,
-            error=None
-            if failure is None
-            else f"{failure[0]}: {failure[1].observed}: {failure[1].detail}".rstrip(": "),
-        )
-
-    async def _adopt(self, url: str, version: PolicyVersion) -> str | None:
-        control, admin = self._fleet.control, self._fleet.provider.admin
-        timeouts = self._timeouts
-        member = self._fleet.membership.members[url]
-        if member.facts is not None:
-            member.facts.capabilities.require("admin", where=url)
-        if member.facts is None or member.facts.label != version.label:
-            answer = await control.run(
-                url,
-                admin.label(version.label),
-                operation=Op.LABEL,
-                timeout_s=timeouts.label_s,
-            )
-            if not answer.done:
-                raise FleetError(f"label on {url}: {answer.observed}: {answer.detail}")
-        answer = await control.run(
-            url, admin.read(), operation=Op.READ, timeout_s=timeouts.verify_s
-        )
-        label = answer.facts.get("label")
-        return label if isinstance(label, str) else None
-
-    def _adopted(
-        self,
-        worker: WorkerId,
-        member: Member,
-        version: PolicyVersion,
-        result: str | GenAPIError | None,
-    ) -> Receipt:
-        before = member.version(None)
-        proved = result == version.label
-        if proved:
-            member.note_label(version.label)
-        if isinstance(result, GenAPIError):
-            error: str | None = str(result)
-        else:
-            error = None if proved else f"label read back is {result!r}"
-        return Receipt(
-            worker=worker,
-            url=member.url,
-            outcome=Outcome.COMMITTED if proved else Outcome.UNTOUCHED,
-            evidence=Evidence.OWN_LABEL if proved else Evidence.NOT_BEGUN,
-            version_before=before,
-            version_after=version if proved else None,
-            verified=("label",) if proved else (),
-            error=error,
-        )
-
-
-def _nameless(provider: str, member: Member) -> WorkerId:
-    """What a worker is called whose life was never read."""
-    return WorkerId(provider=provider, component=member.url, instance="")
-
-
-def _check_reached(members: Iterable[Member]) -> None:
-    strangers = [m.name for m in members if m.facts is None]
-    if strangers:
-        message = (
-            f"workers {', '.join(strangers)} were never reached, so nothing can be published: "
-            "start them again (a restarter does), or publish without them (on_partial='serve', "
-            "min_workers=...); fleet.wait_ready() says how each one fails"
-        )
-        raise FleetError(message)
-
-
-def _left_out(worker: WorkerId, member: Member, barrier: Fence) -> Receipt:
-    evidence = Evidence.NO_ANSWER if member.suspect else Evidence.NOT_BEGUN
-    return Receipt(
-        worker=worker,
-        url=member.url,
-        outcome=Outcome.UNTOUCHED,
-        evidence=Evidence.DEAD if barrier.strength is FenceStrength.DEAD else evidence,
-        version_before=None if member.suspect else member.version(None),
-        version_after=None if member.suspect else member.version(None),
-        fence=barrier,
-        recovery=barrier.recovery,
-        error=f"left out: {barrier.reason}",
-    )
-
 
 def _may_lack(member: Member, number: int, run: str) -> bool:
     """Whether the worker may lack that step, or not serve it."""
@@ -838,47 +603,8 @@ def _may_lack(member: Member, number: int, run: str) -> bool:
     return not member.suspect and (held is None or held.step != number)
 
 
-def _needs_restart(member: Member) -> bool:
-    fence = member.fence
-    return fence is not None and fence.recovery is Recovery.RESTART_THEN_PUBLISH
-
-
-def _is_gone(error: GenAPIError) -> bool:
-    """Whether a read failed because no server serves there."""
-    return isinstance(error, NotReadyError) or (isinstance(error, TransportError) and error.refused)
-
-
-def _gone(reason: str) -> Fence:
-    return Fence(strength=FenceStrength.DEAD, reason=reason, recovery=Recovery.RESTART_THEN_PUBLISH)
-
-
 def _new_run() -> str:
     return f"run-{uuid.uuid4().hex[:12]}"
-
-
-def _check_adoptable(member: Member) -> None:
-    """Raise unless nothing speaks against the worker holding what its user says."""
-    label = member.facts.label if member.facts else None
-    if is_updating_label(label):
-        why = f"was left in the middle of an update ({label!r})"
-    elif member.fence is not None:
-        why = f"is fenced ({member.fence.reason})"
-    elif member.facts is not None and member.facts.paused:
-        why = "is paused, so somebody is updating it or left it so"
-    else:
-        return
-    raise FleetError(f"{member.name} cannot be adopted: it {why}; publish to it instead")
-
-
-def _label_after(progress: Progress) -> object:
-    """The label that the last operation left or read; None = not known."""
-    answers = progress.answers
-    labels = [
-        answers[op].facts.get("label") if op in answers else None
-        for op in progress.asked
-        if op in (Op.INSPECT, Op.MARK, Op.UNMARK, Op.BEGIN, Op.READ, Op.PROBE, Op.SHUT)
-    ]
-    return labels[-1] if labels else None
 
 
 def _only_now(**options: Any) -> None:
