@@ -147,7 +147,6 @@ class Drive:
         left_out: Mapping[WorkerId, Fence | None],
         probe: Probe,
         known: tuple[TensorMeta, ...] | None,
-        commit: Callable[[], None],
     ) -> None:
         self.tx = tx
         self.times = Times()
@@ -169,7 +168,6 @@ class Drive:
         # here from the pause on.
         self._closes = Phase.PAUSE if "probe" in self._levels else Phase.RESUME
         self._limits_s = self._limits()
-        self._commit = commit
         self._observe: Observe = fleet.observe
         self._stage = Stage(
             source,
@@ -606,12 +604,14 @@ class Drive:
                 verdict = conclude(self.tx, progress, self._admin.verdicts)
                 barriers[worker] = fence(self.tx, progress, verdict)
         rows = [*barriers.items(), *self._left_out.items()]
-        await self._ledger.commit(self._version, rows, context_rule(self._plan))
+        rule = context_rule(self._plan)
+        await self._ledger.commit(self._version, rows, rule)
         for worker, barrier in barriers.items():
             if barrier is not None:
                 # Whoever is not proved is kept from traffic before the version counts.
                 self._fleet.membership.fence(self._members[worker], barrier)
-        self._commit()
+        salted = self._plan.prefix_cache == "salt"
+        self._fleet.membership.commit(self._version, rule=rule, salted=salted)
         return False
 
     _acts: Mapping[Act, Callable[["Drive"], Awaitable[bool]]] = {

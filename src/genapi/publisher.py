@@ -28,7 +28,6 @@ from genapi.groups import Group, leave, regroup
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import PROBE_IDS, Probe
-from genapi.publication.context import context_rule
 from genapi.publication.evidence import Op
 from genapi.publication.numbering import (
     run_of,
@@ -418,7 +417,7 @@ class WeightPublisher:
     async def _write_end(
         self,
         drive: Drive,
-        members: Mapping[WorkerId, Member],
+        everyone: Mapping[WorkerId, Member],
         report: PublishReport,
         *,
         held: PolicyVersion | None,
@@ -428,7 +427,7 @@ class WeightPublisher:
         One that began nothing leaves what was `held` before. A board that does not take it is
         noted; the report is not lost for that.
         """
-        fences = [(worker, member.fence) for worker, member in members.items()]
+        fences = [(worker, member.fence) for worker, member in everyone.items()]
         workers = drive.tx.workers.values()
         fenced = any(fence for _, fence in fences) or any(p.fence for p in workers)
         if (drive.tx.committed and not fenced) or isinstance(drive.cause, SupersededError):
@@ -560,12 +559,6 @@ class WeightPublisher:
             left_out={worker: receipt.fence for worker, receipt in left_out.items()},
             probe=self._probe,
             known=self._manifest,
-            commit=partial(
-                self._fleet.membership.commit,
-                version,
-                rule=context_rule(plan),
-                salted=plan.prefix_cache == "salt",
-            ),
         )
 
     def _settle(
