@@ -12,15 +12,14 @@ from typing import Generic, Literal, TypeVar
 
 import anyio
 
+from genapi.asking import Asking
 from genapi.errors import (
     ConfigError,
     FleetError,
     GenAPIError,
-    ProviderError,
     ReplyError,
     SupersededError,
     TransportError,
-    UnsupportedError,
 )
 from genapi.events import Observe, PhaseEnded, PhaseStarted, SenderProgress
 from genapi.fleet import Fleet
@@ -28,7 +27,7 @@ from genapi.groups import Group, leave
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import Probe
-from genapi.providers.base import Admin, WorkerFacts
+from genapi.providers.base import Admin
 from genapi.publication.context import context_rule
 from genapi.publication.digest import group_digest, plan_digest
 from genapi.publication.evidence import Answer, Observed, Op
@@ -56,8 +55,8 @@ from genapi.publication.transaction import (
 )
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
-from genapi.types.policy import PolicyVersion, parse_label
-from genapi.types.worker import Fence, PhaseTime, Recovery
+from genapi.types.policy import PolicyVersion
+from genapi.types.worker import Fence, PhaseTime
 from genapi.weights.base import (
     Bucket,
     Delivery,
@@ -67,7 +66,6 @@ from genapi.weights.base import (
     WeightTransport,
 )
 from genapi.weights.staging import Stage, plan_buckets
-from genapi.wire.flow import Flow
 
 __all__ = ("Drive", "Times")
 
@@ -161,13 +159,21 @@ class Drive:
         self._timeouts = timeouts
         self._ledger = ledger
         self._left_out = left_out
-        self._probe = probe
         self._known = known
-        self._levels = tx.checks.levels
         # Requests that a paused engine queued would go on with the resume: with a probe they wait
         # here from the pause on.
-        self._closes = Phase.PAUSE if "probe" in self._levels else Phase.RESUME
-        self._limits_s = self._limits()
+        self._closes = Phase.PAUSE if "probe" in tx.checks.levels else Phase.RESUME
+        self._asking = Asking(
+            fleet=fleet,
+            members=members,
+            version=version,
+            plan=plan,
+            backend=transport.backend,
+            probe=probe,
+            levels=tx.checks.levels,
+            timeouts=timeouts,
+        )
+        self._limits_s = self._asking.limits_s
         self._observe: Observe = fleet.observe
         self._stage = Stage(
             source,
@@ -355,123 +361,17 @@ class Drive:
 
     async def _call(self, worker: WorkerId, op: Op) -> Answer:
         match op:
-            case Op.INSPECT:
-                return await self._inspect(worker)
             case Op.JOIN:
                 sender = await self._sender_of(worker)
                 group = self._groups[self.tx.workers[worker].group]
                 info = {**sender.init_info, **self._digest(worker, sender, of="group")}
                 offset, backend = group.ranks.offsets[worker], self._transport.backend
                 flow = self._admin.join(info, rank_offset=offset, backend=backend)
-                return await self._flow(worker, op, flow)
+                return await self._asking.run(worker, op, flow)
             case Op.UPDATE:
                 return await self._update(worker)
-            case Op.MARK | Op.UNMARK | Op.LABEL:
-                return await self._label(worker, op)
-            case Op.READ:
-                return await self._read(worker)
-            case Op.PROBE:
-                return await self._probed(worker)
-            case Op.SHUT:
-                return await self._shut(worker)
             case _:
-                return await self._flow(worker, op, self._plain[op](self))
-
-    async def _flow(self, worker: WorkerId, op: Op, flow: Flow[Answer]) -> Answer:
-        url = self._members[worker].url
-        return await self._fleet.control.run(url, flow, operation=op, timeout_s=self._limits_s[op])
-
-    async def _who(self, worker: WorkerId, op: Op) -> tuple[WorkerFacts, WorkerId]:
-        """What answers where the worker was, and its identity."""
-        member = self._members[worker]
-        limit_s = self._limits_s[op]
-        facts = await self._fleet.inspect(member.url, known=member.facts, timeout_s=limit_s)
-        return facts, self._fleet.membership.identify(member.url, facts)
-
-    async def _inspect(self, worker: WorkerId) -> Answer:
-        url = self._members[worker].url
-        membership = self._fleet.membership
-        facts, found = await self._who(worker, Op.INSPECT)
-        if found != worker:
-            # One odd read changes nothing: the change has to be seen twice.
-            facts, found = await self._who(worker, Op.INSPECT)
-        if found != worker:
-            membership.learn(url, facts)
-            detail = f"{found} answers in place of {worker}; publish again to include it"
-            return Answer(Observed.REFUSED, detail)
-        fence = self.tx.workers[worker].fence
-        if fence is not None and fence.recovery is Recovery.RESTART_THEN_PUBLISH:
-            return Answer(Observed.REFUSED, f"restart it first: {fence.reason}")
-        held = parse_label(facts.label, run=self._version.run)
-        if held is not None and (held.step, held.attempt) >= (
-            self._version.step,
-            self._version.attempt,
-        ):
-            membership.learn(url, facts)
-            return Answer(Observed.REFUSED, f"it holds {held} already; publish a newer step")
-        if fence is not None:
-            # This process paused it itself, and a paused server cannot be told from a sleeping one.
-            facts = replace(facts, asleep=False)
-        self._admin.check(self._plan, facts, backend=self._transport.backend)
-        await self._check_levels(worker, facts)
-        membership.learn(url, facts)
-        return Answer(Observed.DONE, facts={"label": facts.label, "paused": facts.paused})
-
-    async def _check_levels(self, worker: WorkerId, facts: WorkerFacts) -> None:
-        """Raise unless the worker can be verified as was asked, before anything is touched."""
-        if "probe" in self._levels:
-            url, limit_s = self._members[worker].url, self._timeouts.probe_s
-            await self._probe.check(self._fleet, worker, url, facts, timeout_s=limit_s)
-        if "checksum" in self._levels:
-            answer = await self._flow(worker, Op.INSPECT, self._admin.has_checksum())
-            if not answer.done:
-                raise UnsupportedError(answer.detail)
-
-    async def _label(self, worker: WorkerId, op: Op) -> Answer:
-        found = str(self.tx.workers[worker].found.get("label"))
-        label = {Op.MARK: self._version.updating_label, Op.UNMARK: found}.get(op, self.tx.label)
-        if op is not Op.MARK:
-            # A label of a version would be believed of whatever process has it.
-            _, there = await self._who(worker, op)
-            if there != worker:
-                return Answer(Observed.REFUSED, f"{there} answers in place of {worker}")
-        answer = await self._flow(worker, op, self._admin.label(label))
-        return replace(answer, facts={"label": label}) if answer.done else answer
-
-    async def _read(self, worker: WorkerId) -> Answer:
-        """Read the label back and, where it is this attempt's, what the worker holds."""
-        read = await self._flow(worker, Op.READ, self._admin.read())
-        own = read.done and read.facts.get("label") == self.tx.label
-        if not own or "checksum" not in self._levels:
-            return read
-        sums = await self._flow(worker, Op.READ, self._admin.checksum())
-        return replace(sums, facts={**read.facts, **sums.facts})
-
-    async def _shut(self, worker: WorkerId) -> Answer:
-        """Pause it again, ending what it generates, and let its label say so to everybody."""
-        paused = await self._flow(worker, Op.SHUT, self._admin.pause(PausePlan(mode="abort")))
-        if not paused.done or not self._admin.marks:
-            return paused
-        label = self._version.updating_label
-        answer = await self._flow(worker, Op.SHUT, self._admin.label(label))
-        return replace(answer, facts={"label": label}) if answer.done else answer
-
-    async def _probed(self, worker: WorkerId) -> Answer:
-        """Read once more who answers, under which label, and how it scores the probe's ids."""
-        url = self._members[worker].url
-        facts, found = await self._who(worker, Op.PROBE)
-        self._fleet.membership.learn(url, facts)
-        if found != worker or facts.label != self.tx.label:
-            detail = f"{found} answers in place of {worker} and holds {facts.label!r}"
-            return Answer(Observed.OTHER_LABEL, detail)
-        seen = {"label": facts.label, "paused": facts.paused}
-        if "probe" not in self._levels:
-            return Answer(Observed.DONE, facts=seen)
-        try:
-            scores = await self._probe.score(self._fleet, url, timeout_s=self._timeouts.probe_s)
-        except GenAPIError as error:
-            return Answer(_why_no_score(error), str(error), seen)
-        return Answer(Observed.DONE, facts={**seen, "scores": scores})
+                return await self._asking.ask(worker, op, self.tx)
 
     async def _update(self, worker: WorkerId) -> Answer:
         sender, bucket = await self._sender_of(worker), await self._bucket.get()
@@ -483,7 +383,7 @@ class Drive:
             self._deliveries[worker] = wire.attachment
         info = {**wire.update_info, **self._digest(worker, sender, of="plan")}
         flow = self._admin.update(info, attachment=wire.attachment)
-        return await self._flow(worker, Op.UPDATE, flow)
+        return await self._asking.run(worker, Op.UPDATE, flow)
 
     def _digest(
         self, worker: WorkerId, sender: Sender, *, of: Literal["group", "plan"]
@@ -622,18 +522,6 @@ class Drive:
         Act.COMMIT: _act_commit,
     }
 
-    _plain: Mapping[Op, Callable[["Drive"], Flow[Answer]]] = {
-        Op.PAUSE: lambda self: self._admin.pause(self._plan),
-        Op.CONFIRM: lambda self: self._admin.confirm(),
-        Op.HEAL: lambda self: self._admin.heal(),
-        Op.BEGIN: lambda self: self._admin.begin(),
-        Op.FINISH: lambda self: self._admin.finish(
-            self.tx.label if self._admin.finish_sets_label else None
-        ),
-        Op.RESUME: lambda self: self._admin.resume(self._plan),
-        Op.CLOSE: lambda self: self._admin.close(),
-    }
-
     def _abandon(self, number: int) -> None:
         if not self.tx.whole:
             self._stage.abandon()
@@ -658,31 +546,6 @@ class Drive:
             )
         )
 
-    def _limits(self) -> Mapping[Op, float]:
-        """Seconds that one worker may take for each operation, retries included."""
-        limits = self._timeouts
-        checksum_s = limits.checksum_s if "checksum" in self._levels else 0.0
-        probe_s = limits.probe_s if "probe" in self._levels else 0.0
-        return {
-            Op.INSPECT: limits.preflight_s + probe_s,
-            # The trainer's end gives up first; whoever does not answer then is the one to name.
-            Op.JOIN: limits.group_s + limits.cleanup_s,
-            Op.UPDATE: limits.transfer_s + limits.cleanup_s,
-            Op.PAUSE: limits.pause_s,
-            Op.CONFIRM: limits.confirm_s,
-            Op.MARK: limits.label_s,
-            Op.UNMARK: limits.label_s,
-            Op.HEAL: limits.begin_s,
-            Op.BEGIN: limits.begin_s,
-            Op.FINISH: limits.finish_s,
-            Op.LABEL: limits.label_s,
-            Op.READ: limits.verify_s + checksum_s,
-            Op.RESUME: limits.resume_s,
-            Op.CLOSE: limits.cleanup_s,
-            Op.PROBE: limits.verify_s + probe_s,
-            Op.SHUT: limits.pause_s + limits.label_s,
-        }
-
     def _act_limit_s(self, act: Act) -> float:
         limits = self._timeouts
         return {
@@ -692,9 +555,3 @@ class Drive:
             Act.INTEND: limits.label_s,
             Act.COMMIT: limits.label_s,
         }[act]
-
-
-def _why_no_score(error: GenAPIError) -> Observed:
-    if isinstance(error, ProviderError) and error.code == "engine_dead":
-        return Observed.DEAD
-    return Observed.LOST if isinstance(error, TransportError) else Observed.REFUSED
