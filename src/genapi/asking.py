@@ -24,6 +24,9 @@ from genapi.wire.flow import Flow
 
 __all__ = ("Asking",)
 
+_NO_LABEL = "default"
+"""What a worker that told no label is given back: engines take a text only, and call theirs so."""
+
 
 class Asking:
     """The questions of one publication to its workers.
@@ -117,7 +120,8 @@ class Asking:
                 raise UnsupportedError(answer.detail)
 
     async def _label(self, worker: WorkerId, op: Op, tx: Transaction) -> Answer:
-        found = str(tx.workers[worker].found.get("label"))
+        told = tx.workers[worker].found.get("label")
+        found = told if isinstance(told, str) else _NO_LABEL
         label = {Op.MARK: self._version.updating_label, Op.UNMARK: found}.get(op, tx.label)
         if op is not Op.MARK:
             # A label of a version would be believed of whatever process has it.

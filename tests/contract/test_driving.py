@@ -481,6 +481,18 @@ async def test_a_label_is_not_put_back_onto_another_process_that_took_the_worker
             assert reply.worker == report.receipts[1].worker
 
 
+async def test_a_worker_that_told_no_label_is_given_back_one_that_names_no_version() -> None:
+    async with stand() as s:
+        s.fail(0, "/weight_info", "error", status=200, body='{"weight_version": null}')
+        s.fail(1, "/update_weight_version", "error")
+        report = await failed(s, 1)
+        assert report.receipts[0].fence is None
+        assert s.calls.bodies("/update_weight_version")["memory://0"][-1] == {
+            "new_version": "default"
+        }
+        assert s.cluster.workers[0].engine.label == "default"
+
+
 class LabelApart(VLLMAdmin):
     """An engine whose session is closed without a label, which is set by a call of its own."""
 
