@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from genapi.providers.vllm.verdicts import VERDICTS
-from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
+from genapi.publication.evidence import Answer, Observed, Op, Reached, Seen, Verdict
 from genapi.publication.table import Act, Phase
 from genapi.publication.transaction import (
     ActDone,
@@ -600,3 +600,24 @@ def test_what_held_a_worker_before_does_not_explain_what_happened_to_it_since() 
     assert barrier is not None
     assert barrier.recovery is Recovery.REPUBLISH
     assert barrier.reason == "send: no"
+
+
+@pytest.mark.parametrize("op", [Op.PAUSE, Op.CONFIRM])
+def test_a_row_for_one_answer_goes_before_the_row_for_any(op: Op) -> None:
+    own = Verdict(Outcome.UNKNOWN, Evidence.REJECTED, Recovery.RESTART_THEN_PUBLISH)
+    verdicts = {**VERDICTS, Seen(op, Observed.REFUSED, Reached.NOT_BEGUN): own}
+    for observed, expected in ((Observed.REFUSED, True), (Observed.LOST, False)):
+        played = Played({(op, A): Answer(observed), (Op.RESUME, A): LOST})
+        found = conclude(played.tx, played.tx.workers[A], verdicts)
+        assert (found == own) is expected
+
+
+def test_a_worker_that_holds_other_bytes_is_dirty_whatever_it_failed_of_before() -> None:
+    script = {
+        (Op.FINISH, A): Answer(Observed.REFUSED),
+        (Op.READ, A): summed("2"),
+        (Op.READ, B): summed("1"),
+        (Op.READ, STRANGER): summed("1"),
+    }
+    played = Played(script, tx=three())
+    assert played.verdict(A) == VERDICTS[Seen(Op.READ, Observed.DIFFERS, Reached.SENT)]
