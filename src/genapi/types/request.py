@@ -139,6 +139,7 @@ class GenerateRequest(Value):
         prompt_token_ids: the prompt as token ids. Exactly one of the three prompt forms is given.
         prompt: the prompt as text.
         messages: the prompt as chat messages.
+        tools: tools that the model may call, as OpenAI's chat route takes them; with `messages`.
         sampling: how to draw; `max_tokens` is required.
         request_id: a label of the user's, echoed in the reply; ids on the wire are genapi's own.
         session: requests of one session prefer one worker.
@@ -155,6 +156,7 @@ class GenerateRequest(Value):
     prompt_token_ids: IdSequence | None = None
     prompt: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
     sampling: SamplingParams
     request_id: str | None = None
     session: str | None = None
@@ -173,6 +175,9 @@ class GenerateRequest(Value):
         given = [form for form in forms if getattr(self, form) is not None]
         if len(given) != 1:
             message = f"give exactly one of {', '.join(forms)}; got {given or 'none'}"
+            raise ValueError(message)
+        if self.tools and self.messages is None:
+            message = "tools= goes with messages=: without a chat template nobody is told of them"
             raise ValueError(message)
         low, exact = _step(self.min_version), _step(self.exact_version)
         if low is not None and exact is not None and low > exact:

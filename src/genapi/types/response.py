@@ -68,6 +68,10 @@ class GenerateOutput(Value):
             value; None = not asked for.
         top_logprobs: per token the best candidates; None = not asked for.
         text: generated text where the route gives it, else None.
+        reasoning: what the model thought before its answer, where the server tells it apart.
+        tool_calls: calls of tools, as OpenAI's chat route names them: `id`, `type`, `function`
+            with `name` and `arguments` (a JSON text). Whether there are any decides, not the
+            finish reason.
         finish_reason: why it ended.
         finish_raw: the engine's own word for it.
         stop_reason: the stop text or stop id that matched, else None.
@@ -80,6 +84,8 @@ class GenerateOutput(Value):
     logprobs: Float32Array | None = None
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     text: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[Annotated[Mapping[str, Any], AfterValidator(FrozenDict)], ...] = ()
     finish_reason: FinishReason
     finish_raw: str | None = None
     stop_reason: str | int | None = None

@@ -4,16 +4,29 @@ The rule of this file: what is no score becomes NaN, and nothing else is changed
 """
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from genapi.errors import ConfigError, ReplyError
-from genapi.types.ids import TokenIds
+from genapi.types.ids import MAX_ID, TokenIds
 from genapi.types.response import TokenChunk, TopLogprobs
 
-__all__ = ("Piece", "check_vocabulary", "compare_echo", "ids_of", "scores_of", "top_of")
+__all__ = (
+    "Id",
+    "Piece",
+    "Scores",
+    "check_vocabulary",
+    "compare_echo",
+    "ids_of",
+    "scores_of",
+    "top_of",
+)
 
+Id = Annotated[int, Meta(ge=0, le=MAX_ID)]
+"""A token id on the wire, as msgspec checks it."""
 Scores = Sequence[float | None]
 
 

@@ -5,29 +5,17 @@ holds a field which is not known here is read once more, to keep that field.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
-from genapi.errors import ReplyError
 from genapi.providers.shapes.bodies import fields_of, kept, parse_body, unknown_of
+from genapi.providers.shapes.choices import NULL
 from genapi.providers.shapes.spans import WireSpan
-from genapi.types.ids import MAX_ID
+from genapi.providers.shapes.tokens import Id
 
-__all__ = (
-    "NULL",
-    "Body",
-    "Candidate",
-    "Choice",
-    "Entry",
-    "TopEntry",
-    "parse",
-    "parse_prompt_scores",
-)
-
-Id = Annotated[int, Meta(ge=0, le=MAX_ID)]
-NULL = Raw(b"null")
+__all__ = ("Body", "Candidate", "Choice", "Entry", "TopEntry", "parse")
 
 
 class Candidate(Struct, gc=False):
@@ -136,7 +124,6 @@ _closed = msgspec.json.Decoder(_ClosedBody)
 _closed_top = msgspec.json.Decoder(_ClosedTopBody)
 _open = msgspec.json.Decoder(Body)
 _open_top = msgspec.json.Decoder(_TopBody)
-_prompt_scores = msgspec.json.Decoder(list[dict[str, Candidate] | None])
 _list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
@@ -158,15 +145,3 @@ def parse(body: bytes, *, top: bool) -> tuple[Body, dict[str, Any], list[dict[st
         fields = fields_of(body)
         choices = _list_of_fields.decode(fields["choices"]) if typed.choices else []
         return typed, unknown_of(fields, Body), [unknown_of(choice, Choice) for choice in choices]
-
-
-def parse_prompt_scores(raw: Raw) -> list[dict[str, Candidate] | None]:
-    """`prompt_logprobs`: for each position null, or candidates by stringified id.
-
-    Raises:
-        ReplyError: they have another shape.
-    """
-    try:
-        return _prompt_scores.decode(raw)
-    except msgspec.ValidationError as error:
-        raise ReplyError(f"prompt_logprobs break their contract: {error}") from None
