@@ -25,6 +25,7 @@ from typing import TypeVar
 import anyio
 import numpy as np
 
+from genapi.control import run_flow
 from genapi.errors import (
     FleetError,
     GenAPIError,
@@ -55,6 +56,7 @@ from genapi.types.response import (
     TokenChunk,
 )
 from genapi.versions import Versions, is_bound, is_undated, stale
+from genapi.wire.flow import Flow, resumed
 from genapi.wire.http import HTTPCall, HTTPReply
 from genapi.wire.retry import retry_wait_s
 
@@ -138,7 +140,8 @@ class Client:
                 reply = await self._transport.send(
                     sending.url, call, headers=self._headers(sending.url)
                 )
-                return self._finish(run, self._provider.decode(reply, context))
+                response = await self._refined(run, self._provider.decode(reply, context), context)
+                return self._finish(run, response)
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
@@ -267,6 +270,33 @@ class Client:
         self, run: Run, *, stream: bool
     ) -> AsyncIterator[tuple[Sending, HTTPCall, DecodeContext]]:
         """One sending: a failure that is worth another one is swallowed after the wait."""
+        while True:
+            sending, capable = await self._dispatched(run)
+            ready = None
+            async with self._again(run, sending):
+                ready = await self._written(run, sending, capable, stream=stream)
+            if ready is not None:
+                break
+        async with self._again(run, sending):
+            with self._leased(run):
+                yield sending, *ready
+
+    @asynccontextmanager
+    async def _again(self, run: Run, sending: Sending) -> AsyncIterator[None]:
+        """Swallow a failure that is worth another sending, after the wait."""
+        try:
+            yield
+        except GenAPIError as error:
+            wait_s = self._after_failure(run, sending, error)
+            if wait_s is None:
+                raise
+            if _may_have_run(error):
+                await self._abort(sending, within_s=run.deadline - anyio.current_time())
+            with run.waiting("its next sending"):
+                await anyio.sleep(wait_s)
+
+    async def _dispatched(self, run: Run) -> tuple[Sending, list[Capabilities]]:
+        """Where the next sending goes, and what those can do who may serve it."""
         member, url = await self._pick(run)
         membership, request = self._membership, run.request
         capable = membership.capable(member)
@@ -280,38 +310,72 @@ class Client:
             member=member,
             worker=member.id if member else None,
             salted=membership.committed if membership.salted else None,
+            model=self._model(capable),
             before=self._versions.before(request, member),
         )
+        run.current = sending
+        return sending, capable
+
+    async def _written(
+        self, run: Run, sending: Sending, capable: list[Capabilities], *, stream: bool
+    ) -> tuple[HTTPCall, DecodeContext]:
+        """The call that is sent, and what its reply is read with."""
+        rendered = await self._rendered(run, sending, capable)
         call = self._provider.encode(
-            request,
+            rendered,
             wire_id=sending.wire_id,
-            model=self._model(capable),
-            salt=membership.salt,
+            model=sending.model,
+            salt=self._membership.salt,
             stream=stream,
         )
         mode = _agreed(known.logprobs_mode for known in capable)
         context = DecodeContext(
-            request=request,
+            request=rendered,
             request_id=run.request_id,
             wire_id=sending.wire_id,
-            run=membership.run,
+            run=self._membership.run,
             now=time.time(),
             worker=sending.worker,
             logprobs_mode=mode,
             remark=sending.remarks.append,
         )
-        run.current = sending
+        return call, context
+
+    async def _rendered(
+        self, run: Run, sending: Sending, capable: list[Capabilities]
+    ) -> GenerateRequest:
+        """The request as the worker is asked it; a prompt that is no ids is made some there."""
+        flow = self._provider.render(run.request, model=sending.model, capabilities=capable)
         try:
-            with self._leased(run):
-                yield sending, call, context
-        except GenAPIError as error:
-            wait_s = self._after_failure(run, sending, error)
-            if wait_s is None:
-                raise
-            if _may_have_run(error):
-                await self._abort(sending, within_s=run.deadline - anyio.current_time())
-            with run.waiting("its next sending"):
-                await anyio.sleep(wait_s)
+            return await self._ask(run, sending, flow, operation="render")
+        except TransportError as error:
+            # Whatever became of it, nothing was generated.
+            raise TransportError(str(error), phase="not_sent", url=error.url) from error
+
+    async def _refined(
+        self, run: Run, response: GenerateResponse, context: DecodeContext
+    ) -> GenerateResponse:
+        """The reply with what the worker makes of its tokens."""
+        sending = run.current
+        assert sending is not None  # noqa: S101 - a reply has a sending
+        flow = self._provider.refine(response, context.request, model=sending.model)
+        return await self._ask(run, sending, flow, operation="refine")
+
+    async def _ask(self, run: Run, sending: Sending, flow: Flow[T], *, operation: str) -> T:
+        try:
+            first = next(flow)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        return await run_flow(
+            resumed(flow, first),
+            self._transport,
+            sending.url,
+            headers=lambda _: self._headers(sending.url),
+            timeout_s=min(run.deadline - anyio.current_time(), self._config.admin_timeout_s),
+            observe=self._observe,
+            operation=operation,
+        )
 
     async def _pick(self, run: Run) -> tuple[Member | None, str]:
         """Somebody who may get the request; that nobody answers is worth another look."""
@@ -430,8 +494,14 @@ class Client:
             async with aclosing(self._chunks(run, opened.reply, decoder)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            response = decoder.finish(framed=opened.reply.framed)
-        response = self._finish(run, response)
+            try:
+                response = decoder.finish(framed=opened.reply.framed)
+            except IncompleteError as error:
+                # Of an output that is aborted before its first token some routes say nothing.
+                if not run.is_aborted or error.partial is None:
+                    raise
+                response = _ended(run, error.partial)
+        response = self._finish(run, await self._refined(run, response, opened.context))
         if is_undated(run, response):
             response = await self._versions.dated(run, response)
         if not self._versions.is_asked_for(run, response):
@@ -497,21 +567,31 @@ def _timed_out(run: Run) -> GenAPIError:
 
 def _aborted(run: Run) -> GenerateResponse:
     """The reply of a request that was aborted while no worker had it."""
+    nothing = GenerateResponse(request_id=run.request_id, outputs=(), attempts=tuple(run.attempts))
+    return _ended(run, nothing)
+
+
+def _ended(run: Run, partial: GenerateResponse) -> GenerateResponse:
+    """What came of a request until it was aborted."""
     sampling = run.request.sampling
     nothing = np.empty(0, dtype=np.float32) if sampling.logprobs is not None else None
-    outputs = tuple(
-        GenerateOutput(
+    came = {output.index: output for output in partial.outputs}
+    outputs = [
+        came.get(index)
+        or GenerateOutput(
             index=index,
             token_ids=TokenIds(),
             logprobs=nothing,
-            finish_reason=FinishReason.ABORT,
+            finish_reason=FinishReason.ERROR,
             policy=PolicyTrace(),
         )
         for index in range(sampling.n)
+    ]
+    ended = (
+        o if o.is_complete else o.model_copy(update={"finish_reason": FinishReason.ABORT})
+        for o in outputs
     )
-    return GenerateResponse(
-        request_id=run.request_id, outputs=outputs, attempts=tuple(run.attempts)
-    )
+    return partial.model_copy(update={"outputs": tuple(ended)})
 
 
 async def _only(response: GenerateResponse) -> AsyncGenerator[GenerateEvent, None]:

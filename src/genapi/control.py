@@ -61,7 +61,7 @@ class Control:
         *,
         operation: str,
         timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        headers: Headers | None = None,
     ) -> T:
         """The result of `flow` against the worker at `url`; see `run_flow`.
 
@@ -70,13 +70,13 @@ class Control:
             flow: what to run.
             operation: its name, for messages and events.
             timeout_s: bound on the whole flow.
-            headers: instead of those of the administration plane.
+            headers: by the key that a call asks for, instead of those of the administration plane.
         """
         return await run_flow(
             flow,
             self._transport,
             url,
-            headers=partial(self._headers, url) if headers is None else lambda _: headers,
+            headers=headers or partial(self._headers, url),
             timeout_s=timeout_s,
             observe=self.observe,
             operation=operation,

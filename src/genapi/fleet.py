@@ -26,7 +26,7 @@ from genapi.errors import (
     UnsupportedError,
 )
 from genapi.events import Observe, guarded, ignore
-from genapi.membership import Membership
+from genapi.membership import Member, Membership
 from genapi.providers import registry
 from genapi.providers.base import DecodeContext, Provider, WorkerFacts
 from genapi.publication.intervals import Reading, Rounds, Sight
@@ -48,7 +48,6 @@ from genapi.types.response import GenerateEvent, GenerateResponse
 from genapi.types.worker import FleetSnapshot
 from genapi.versions import Versions
 from genapi.wire.flow import Flow, call
-from genapi.wire.http import HTTPCall
 
 __all__ = ("Fleet", "connect")
 
@@ -215,6 +214,7 @@ class Fleet:
                 routed=routed,
                 look=self._look,
                 is_old=self._is_old,
+                attests=self.provider.attests,
                 observe=self.observe,
             )
             routing = Routing(
@@ -426,18 +426,14 @@ class Fleet:
         member, wire_id = self._membership.members[url], f"genapi-{operation}-{uuid.uuid4().hex}"
         models = member.facts.capabilities.models if member.facts is not None else ()
         model = self.config.model or (models[0] if len(models) == 1 else None)
-        context = DecodeContext(
-            request=request, request_id=wire_id, wire_id=wire_id, worker=member.id
-        )
-        call = self.provider.encode(request, wire_id=wire_id, model=model, salt=None, stream=False)
         keys = self._credentials
         return await self.control.run(
             url,
-            _exchange(self.provider, call, context),
+            _exchange(self.provider, request, member, wire_id=wire_id, model=model),
             operation=operation,
             timeout_s=timeout_s,
             # A worker that no request of the user's goes to is known to administration alone.
-            headers=keys.data_headers(url) or keys.admin_headers(url, call.grant),
+            headers=lambda grant: keys.data_headers(url) or keys.admin_headers(url, grant),
         )
 
     async def _read(self, urls: list[str]) -> dict[str, GenAPIError]:
@@ -585,8 +581,17 @@ def _differ(known: WorkerFacts | None, now: WorkerFacts | None) -> bool:
 
 
 def _exchange(
-    provider: Provider, asked: HTTPCall, context: DecodeContext
+    provider: Provider,
+    request: GenerateRequest,
+    member: Member,
+    *,
+    wire_id: str,
+    model: str | None,
 ) -> Flow[GenerateResponse]:
+    known = [] if member.facts is None else [member.facts.capabilities]
+    rendered = yield from provider.render(request, model=model, capabilities=known)
+    asked = provider.encode(rendered, wire_id=wire_id, model=model, salt=None, stream=False)
+    context = DecodeContext(request=rendered, request_id=wire_id, wire_id=wire_id, worker=member.id)
     reply = yield from call(asked)
     return provider.decode(reply, context)
 

@@ -13,7 +13,7 @@ from genapi.errors import FleetError, TransportError
 from genapi.membership import Member, Membership
 from genapi.runs import Run, Sending
 from genapi.types.config import FleetConfig
-from genapi.versions import Versions, is_opaque, may_meet
+from genapi.versions import Versions, may_meet
 
 __all__ = ("Routing", "VersionGoneError")
 
@@ -85,14 +85,16 @@ class Routing:
                 await self._revive()
                 if self._membership.is_barred():
                     raise self._nobody()
-            if run.request.lora is None and any(is_opaque(m) for m in members):
+            if run.request.lora is None and any(
+                self._versions.is_opaque(m, run.request) for m in members
+            ):
                 await self._versions.refresh(None)
             return None, min(self._routers, key=self._routers.__getitem__)
         if not self._membership.usable() or any(m.suspect or m.told for m in members):
             await self._revive()
         await self._outlast_update(run)
         member = self._choose(run)
-        if is_opaque(member) and run.request.lora is None:
+        if self._versions.is_opaque(member, run.request) and run.request.lora is None:
             await self._versions.refresh(member.url)
             member = self._choose(run)
         return member, member.url

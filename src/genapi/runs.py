@@ -33,6 +33,7 @@ class Sending:
         member: which worker got it; None = a router.
         worker: which life of it, as known then.
         salted: the version in its cache salt.
+        model: the served model's name; None = not known.
         before: what was known of all who may serve it when it was dispatched.
         remarks: what its reply lacks.
     """
@@ -42,6 +43,7 @@ class Sending:
     member: Member | None
     worker: WorkerId | None
     salted: PolicyVersion | None
+    model: str | None
     before: Sights
     remarks: list[str] = field(default_factory=list)
 

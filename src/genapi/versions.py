@@ -23,7 +23,7 @@ from genapi.types.policy import PolicyTrace, TraceSource
 from genapi.types.request import GenerateRequest
 from genapi.types.response import Attempt, GenerateResponse
 
-__all__ = ("Versions", "is_bound", "is_opaque", "is_undated", "may_meet", "stale")
+__all__ = ("Versions", "is_bound", "is_undated", "may_meet", "stale")
 
 _SHOWN = 8
 _NOTHING: Sights = MappingProxyType({})
@@ -40,11 +40,13 @@ class Versions:
         routed: bool,
         look: Callable[[str | None], Awaitable[Reading]],
         is_old: Callable[[str | None], bool],
+        attests: Callable[[GenerateRequest], bool],
         observe: Observe,
     ) -> None:
         self._config = config
         self._membership = membership
         self._routed = routed
+        self._attests = attests
         self._look = look
         self._is_old = is_old
         self._observe = observe
@@ -63,7 +65,7 @@ class Versions:
             )
             raise UnsupportedError(message)
         members = self._membership.members.values()
-        if all(m.is_mute and not m.attests for m in members):
+        if all(m.is_mute and not (m.attests and self._attests(request)) for m in members):
             what = next(iter(members)).name if members else "the fleet"
             known = self._membership.capabilities()
             if known is not None:
@@ -89,12 +91,14 @@ class Versions:
 
         It is empty where they do, and where labels say nothing: of an adapter, or unread.
         """
-        if member is not None and member.attests:
-            return _NOTHING
         members = [member] if member is not None else list(self._membership.members.values())
-        if request.lora is not None or not any(is_opaque(m) for m in members):
+        if request.lora is not None or not any(self.is_opaque(m, request) for m in members):
             return _NOTHING
         return {m.url: m.sight for m in members}
+
+    def is_opaque(self, member: Member, request: GenerateRequest) -> bool:
+        """Whether its replies to such a request name no version, but its label can be read."""
+        return not (member.attests and self._attests(request)) and not member.is_mute
 
     def _bounds(self, request: GenerateRequest) -> tuple[Bound, ...]:
         members = self._membership.members.values()
@@ -134,7 +138,7 @@ class Versions:
         if not self._routed and not usable:
             return True  # the sending says why nobody may get traffic
         # Of a reply that names nobody, the oldest worker behind the router may be the author.
-        every = self._routed and any(is_opaque(m) for m in members)
+        every = self._routed and any(self.is_opaque(m, run.request) for m in members)
         met = (may_meet(m, run.bounds) for m in (members if self._routed else usable))
         if all(met) if every else any(met):
             if not run.stale:
@@ -239,11 +243,6 @@ class Versions:
 def is_bound(request: GenerateRequest) -> bool:
     """Whether the request asks for a version."""
     return request.min_version is not None or request.exact_version is not None
-
-
-def is_opaque(member: Member) -> bool:
-    """Whether its replies name no version, but its label can be read."""
-    return not member.attests and not member.is_mute
 
 
 def is_undated(run: Run, response: GenerateResponse) -> bool:

@@ -13,6 +13,7 @@ from genapi import FinishReason, GenerateRequest, Outcome, RetryPolicy, Sampling
 from genapi.embedded import Cluster, Fault, RealClock, VirtualClock, Worker, read_config
 from genapi.errors import GenAPIWarning
 from genapi.events import RequestEnded, RequestRetried
+from genapi.providers.vllm import Options
 from genapi.transports.memory import MemoryTransport
 from tests.contract.embedded import QUICK, greedy, request, rig, weights
 from tests.support.spread import Spread
@@ -334,7 +335,7 @@ async def test_a_server_that_cannot_generate_for_us_is_named_with_the_remedy(
     fleet = genapi.connect("embedded://?" + "&".join(f"{k}={v}" for k, v in query.items()))
     async with fleet:
         with anyio.fail_after(5), pytest.raises(error, match=capability):
-            await fleet.generate(request())
+            await fleet.generate(request(options=Options(route="native")))
 
 
 async def test_admin_routes_that_are_switched_off_are_a_named_capability() -> None:

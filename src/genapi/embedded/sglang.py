@@ -34,7 +34,6 @@ from .sglang_request import (
     items_of,
     read_generate,
     rejection,
-    tokens_of,
 )
 from .sglang_shapes import (
     BadValue,
@@ -51,6 +50,7 @@ from .sglang_shapes import (
     text,
 )
 from .sglang_weights import UpdateOptions, WeightUpdater, engine_checksum, rank_checksum
+from .texts import tokens_of
 
 __all__ = ("SglangConfig", "SglangServer")
 

@@ -6,7 +6,6 @@ reason. Unknown fields at the top are ignored without a word; unknown sampling p
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from .sglang_shapes import (
     generation_fields,
     read_body,
 )
+from .texts import tokens_of
 
 __all__ = ("Item", "Limits", "checked", "items_of", "read_generate", "rejection", "tokens_of")
 
@@ -299,15 +299,6 @@ def _prompts(body: Mapping[str, Any], vocab: int) -> tuple[list[tuple[int, ...]]
     if isinstance(ids[0], list):
         return [tuple(row) for row in ids], False
     return [tuple(ids)], True
-
-
-def tokens_of(text: str, vocab: int) -> tuple[int, ...]:
-    """Ids of a text under the toy vocabulary: numbers are themselves, other words some id."""
-    words = re.findall(r"\S+", text) or ["0"]
-    return tuple(
-        int(word) if word.isdecimal() and int(word) < vocab else sum(word.encode()) % vocab
-        for word in words
-    )
 
 
 def _samples(params: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:

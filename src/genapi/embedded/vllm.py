@@ -18,7 +18,9 @@ from .calls import ByteStream, Call, Reply
 from .engine import Engine, EngineConfig, EngineDeadError, Pause, PauseMode
 from .faults import Fault
 from .protocol import Identity
+from .requests import Request
 from .vllm_facts import BACKEND, VllmFlags, model_list, vllm_config
+from .vllm_openai import OpenAIRenderer, derendered, read_openai, read_tokenize, rendered
 from .vllm_reply import ENGINE_DEAD, Renderer
 from .vllm_request import read_generate
 from .vllm_shapes import (
@@ -115,8 +117,13 @@ class VllmServer:
             "/health": {"GET": cls._health},
             "/version": {"GET": cls._version},
             "/v1/models": {"GET": cls._models},
+            "/tokenize": {"POST": cls._tokenize},
+            "/v1/completions": {"POST": cls._completions},
+            "/v1/chat/completions": {"POST": cls._chat},
         }
         if config.scale_out:
+            routes["/v1/chat/completions/render"] = {"POST": cls._render}
+            routes["/v1/chat/completions/derender"] = {"POST": cls._derender}
             routes["/inference/v1/generate"] = {"POST": cls._generate}
             routes["/inference/v1/abort_requests"] = {"POST": cls._abort_listed}
         elif not config.is_line("0.31"):
@@ -184,13 +191,7 @@ class VllmServer:
     async def _generate(self, call: Call) -> Reply:
         engine = self._engine
         body = read_generate(call, engine, models=[self._config.model])
-        self._check_rank(call.headers)
-        if self._config.is_line("0.33") and engine.pause_state is Pause.NEW:
-            raise bad_request(
-                "Generation is paused. Please retry after it resumes.",
-                kind="ServiceUnavailableError",
-                status=503,
-            )
+        self._check_admission(call)
         own = call.headers.get("x-request-id") or body.request_id or self._random_id()
         request = engine.submit(
             f"generate-tokens-{own}", body.token_ids, sampling=body.sampling, salt=body.salt
@@ -203,7 +204,64 @@ class VllmServer:
             show_cached=self._config.prompt_tokens_details,
             attests=not self._config.is_line("0.31"),
         )
-        if body.stream:
+        return await self._answer(request, renderer, stream=body.stream)
+
+    async def _tokenize(self, call: Call) -> Reply:
+        return ok(read_tokenize(call, self._engine, models=[self._config.model]))
+
+    async def _completions(self, call: Call) -> Reply:
+        return await self._openai(call, chat=False)
+
+    async def _chat(self, call: Call) -> Reply:
+        return await self._openai(call, chat=True)
+
+    async def _openai(self, call: Call, *, chat: bool) -> Reply:
+        config, engine = self._config, self._engine
+        body = read_openai(call, engine, models=[config.model], chat=chat)
+        self._check_admission(call)
+        own = call.headers.get("x-request-id") or body.request_id or self._random_id()
+        reply_id = f"chatcmpl-{own}" if chat else f"cmpl-{own}"
+        request = engine.submit(
+            reply_id if chat else f"{reply_id}-0",
+            body.token_ids,
+            sampling=body.sampling,
+            salt=body.salt,
+        )
+        renderer = OpenAIRenderer(
+            body=body,
+            request=request,
+            reply_id=reply_id,
+            model=config.model,
+            created=self._created(),
+            fingerprint=f"vllm-{config.version}-{self._identity.instance_id[:8]}",
+            show_cached=config.prompt_tokens_details,
+            thinks=config.reasoning_parser,
+        )
+        return await self._answer(request, renderer, stream=body.stream)
+
+    async def _render(self, call: Call) -> Reply:
+        config = self._config
+        body = read_openai(call, self._engine, models=[config.model], chat=True)
+        own = f"chatcmpl-{body.request_id or self._random_id()}"
+        return ok(rendered(body, request_id=own, thinks=config.reasoning_parser))
+
+    async def _derender(self, call: Call) -> Reply:
+        config = self._config
+        return ok(
+            derendered(
+                call,
+                model=config.model,
+                created=self._created(),
+                thinks=config.reasoning_parser,
+                new_id=f"chatcmpl-tool-{self._random_id()}",
+            )
+        )
+
+    async def _answer(
+        self, request: Request, renderer: Renderer | OpenAIRenderer, *, stream: bool
+    ) -> Reply:
+        engine = self._engine
+        if stream:
             headers = {"content-type": "text/event-stream; charset=utf-8", "vary": "Origin"}
             return Reply(
                 200, headers, ByteStream(renderer.events(), gone=lambda: engine.abort([request]))
@@ -215,6 +273,15 @@ class VllmServer:
         if request.has_nan:
             raise bad_request("Out of range float values are not JSON compliant")
         return ok(renderer.whole())
+
+    def _check_admission(self, call: Call) -> None:
+        self._check_rank(call.headers)
+        if self._config.is_line("0.33") and self._engine.pause_state is Pause.NEW:
+            raise bad_request(
+                "Generation is paused. Please retry after it resumes.",
+                kind="ServiceUnavailableError",
+                status=503,
+            )
 
     async def _scale_out_off(self, _: Call) -> Reply:
         raise bad_request(

@@ -22,6 +22,7 @@ class VllmFlags:
     scale_out: bool = True
     weight_transfer: bool = True
     prompt_tokens_details: bool = False
+    reasoning_parser: bool = False
     enable_sleep_mode: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

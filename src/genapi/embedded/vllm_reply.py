@@ -15,10 +15,10 @@ from .sampling import Score
 from .vllm_request import GenerateBody
 from .vllm_shapes import error_body
 
-__all__ = ("ENGINE_DEAD", "Renderer")
+__all__ = ("ENGINE_DEAD", "MASKED", "Renderer", "event", "prompt_logprobs", "usage_of")
 
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-_MASKED = -9999.0
+MASKED = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Renderer:
     def whole(self) -> dict[str, Any]:
         """The reply of a finished request."""
         tracks = self.request.tracks
-        usage = self._usage()
+        usage = usage_of(self.request)
         details = None
         if self.show_cached:
             details = {
@@ -49,7 +49,7 @@ class Renderer:
             "model": self.model,
             "created": self.created,
             "usage": usage | {"prompt_tokens_details": details, "completion_tokens_details": None},
-            "prompt_logprobs": self._prompt_logprobs(),
+            "prompt_logprobs": prompt_logprobs(self.request),
             "prompt_token_id_logprobs": None,
             "prompt_token_ids": list(self.request.prompt) if self.body.return_token_ids else None,
             "mm_placeholders": None,
@@ -73,15 +73,17 @@ class Renderer:
                     if closed[track.index] or (start == len(track.output) and not last):
                         continue
                     sent[track.index], closed[track.index] = len(track.output), last
-                    yield _event(self._chunk([self._choice(track, start, last=last)], first=first))
+                    yield event(self._chunk([self._choice(track, start, last=last)], first=first))
                     first = False
         except EngineDeadError:
-            yield _event(error_body(500, ENGINE_DEAD, "InternalServerError"))
+            yield event(error_body(500, ENGINE_DEAD, "InternalServerError"))
         else:
             if self.body.include_usage:
                 details = {"prompt_tokens_details": {"cached_tokens": self.request.cached_tokens}}
-                yield _event(
-                    self._chunk([], usage=self._usage() | (details if self.show_cached else {}))
+                yield event(
+                    self._chunk(
+                        [], usage=usage_of(self.request) | (details if self.show_cached else {})
+                    )
                 )
         yield b"data: [DONE]\n\n"
 
@@ -94,11 +96,11 @@ class Renderer:
     ) -> dict[str, Any]:
         chunk: dict[str, Any] = {"request_id": self.request.request_id, "usage": usage}
         if choices and self.body.continuous_usage:
-            chunk["usage"] = self._usage()
+            chunk["usage"] = usage_of(self.request)
         if first and self.body.return_token_ids:
             chunk["prompt_token_ids"] = list(self.request.prompt)
         if first and self.request.prompt_scores is not None:
-            chunk["prompt_logprobs"] = self._prompt_logprobs()
+            chunk["prompt_logprobs"] = prompt_logprobs(self.request)
         return chunk | {"output_mode": "text" if self.body.text else "tokens", "choices": choices}
 
     def _choice(self, track: Track, start: int, *, last: bool) -> dict[str, Any]:
@@ -143,37 +145,40 @@ class Renderer:
         ]
         return _text_score(scores[0]) | {"top_logprobs": listed}
 
-    def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        if self.request.prompt_scores is None:
-            return None
-        return [None, *(self._prompt_entry(scores) for scores in self.request.prompt_scores)]
 
-    def _prompt_entry(self, scores: tuple[Score, ...]) -> dict[str, Any]:
-        return {
-            str(score.token_id): {
-                "logprob": score.logprob,
-                "rank": score.rank,
-                "decoded_token": text_of([score.token_id]),
-            }
-            for score in scores
+def prompt_logprobs(request: Request) -> list[dict[str, Any] | None] | None:
+    """The scores of a prompt by id; None where they were not asked for."""
+    if request.prompt_scores is None:
+        return None
+    return [None, *(_prompt_entry(scores) for scores in request.prompt_scores)]
+
+
+def _prompt_entry(scores: tuple[Score, ...]) -> dict[str, Any]:
+    return {
+        str(score.token_id): {
+            "logprob": score.logprob,
+            "rank": score.rank,
+            "decoded_token": text_of([score.token_id]),
         }
+        for score in scores
+    }
 
-    def _usage(self) -> dict[str, Any]:
-        prompt, out = (
-            len(self.request.prompt),
-            sum(len(track.output) for track in self.request.tracks),
-        )
-        return {"prompt_tokens": prompt, "total_tokens": prompt + out, "completion_tokens": out}
+
+def usage_of(request: Request) -> dict[str, Any]:
+    """Token counts."""
+    prompt, out = len(request.prompt), sum(len(track.output) for track in request.tracks)
+    return {"prompt_tokens": prompt, "total_tokens": prompt + out, "completion_tokens": out}
 
 
 def _score(score: Score) -> dict[str, Any]:
-    return {"token_id": score.token_id, "logprob": max(score.logprob, _MASKED), "rank": score.rank}
+    return {"token_id": score.token_id, "logprob": max(score.logprob, MASKED), "rank": score.rank}
 
 
 def _text_score(score: Score) -> dict[str, Any]:
     token = text_of([score.token_id])
-    return {"token": token, "logprob": max(score.logprob, _MASKED), "bytes": list(token.encode())}
+    return {"token": token, "logprob": max(score.logprob, MASKED), "bytes": list(token.encode())}
 
 
-def _event(chunk: object) -> bytes:
+def event(chunk: object) -> bytes:
+    """One server-sent event."""
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -13,7 +13,14 @@ from .engine import Engine
 from .sampling import GREEDY, Sampling
 from .vllm_shapes import bad_request, invalid, json_object
 
-__all__ = ("GenerateBody", "read_generate", "read_sampling")
+__all__ = (
+    "GenerateBody",
+    "check_model",
+    "read_generate",
+    "read_salt",
+    "read_sampling",
+    "read_stream_options",
+)
 
 _MAX_LOGPROBS = 20
 _MAX_SALT = 1024
@@ -63,31 +70,19 @@ def read_generate(call: Call, engine: Engine, *, models: Iterable[str]) -> Gener
         raise invalid(
             "dict_type", "body.sampling_params", "Input should be a valid dictionary", got=params
         )
-    salt = body.get("cache_salt")
-    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
-        raise invalid("string_type", "body.cache_salt", "Input should be a valid string", got=salt)
+    salt = read_salt(body)
     mode = body.get("output_mode", "tokens")
     if mode not in ("tokens", "text"):
         raise invalid(
             "literal_error", "body.output_mode", "Input should be 'tokens' or 'text'", got=mode
         )
-    model, names = body.get("model"), list(models)
-    if model is not None and model not in names:
-        raise bad_request(
-            f"The model `{model}` does not exist. Valid aliases: {', '.join(names)}.",
-            param="model",
-            kind="NotFoundError",
-            status=404,
-        )
+    check_model(body, models)
     config = engine.config
     if max(ids) >= config.vocab:
         raise bad_request(f"Token id {max(ids)} is out of vocabulary")
     sampling = read_sampling(params, vocab=config.vocab, room=config.max_model_len - len(ids))
     _check_length(len(ids), config.max_model_len)
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        loc = "body.stream_options"
-        raise invalid("dict_type", loc, "Input should be a valid dictionary", got=options)
+    options = read_stream_options(body)
     return GenerateBody(
         token_ids=ids,
         sampling=sampling,
@@ -101,6 +96,47 @@ def read_generate(call: Call, engine: Engine, *, models: Iterable[str]) -> Gener
         ),
         salt=salt,
     )
+
+
+def check_model(body: Mapping[str, Any], models: Iterable[str]) -> None:
+    """Check the name of the model, where there is one.
+
+    Raises:
+        Refusal: Nothing is served under it.
+    """
+    model, names = body.get("model"), list(models)
+    if model is not None and model not in names:
+        raise bad_request(
+            f"The model `{model}` does not exist. Valid aliases: {', '.join(names)}.",
+            param="model",
+            kind="NotFoundError",
+            status=404,
+        )
+
+
+def read_salt(body: Mapping[str, Any]) -> str | None:
+    """The salt of the prefix cache.
+
+    Raises:
+        Refusal: It is none.
+    """
+    salt = body.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= _MAX_SALT):
+        raise invalid("string_type", "body.cache_salt", "Input should be a valid string", got=salt)
+    return salt
+
+
+def read_stream_options(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a stream is asked for besides its tokens.
+
+    Raises:
+        Refusal: It is no object.
+    """
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        loc = "body.stream_options"
+        raise invalid("dict_type", loc, "Input should be a valid dictionary", got=options)
+    return options
 
 
 def read_sampling(params: Mapping[str, Any], *, vocab: int, room: int) -> Sampling:

@@ -4,7 +4,7 @@ The rule of this file: a provider says what to send and what an answer means. It
 waits, retries, reads a clock or draws a random number; all that comes in as arguments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -256,6 +256,37 @@ class Provider(Protocol):
         """
         ...
 
+    def attests(self, request: GenerateRequest) -> bool:
+        """Whether a reply to such a request names versions, where the engine can do that."""
+        ...
+
+    def render(
+        self, request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
+    ) -> Flow[GenerateRequest]:
+        """The request as it is encoded, for the server that the flow asks.
+
+        A text or chat prompt becomes ids where a route takes ids alone; what was left open is
+        settled.
+
+        Args:
+            request: what is asked.
+            model: the served model's name.
+            capabilities: of everybody who may serve it.
+        """
+        ...
+
+    def refine(
+        self, response: GenerateResponse, request: GenerateRequest, *, model: str | None
+    ) -> Flow[GenerateResponse]:
+        """The reply with what the server that the flow asks makes of it: tool calls, reasoning.
+
+        Args:
+            response: the reply as it was decoded.
+            request: what `render` returned.
+            model: the served model's name.
+        """
+        ...
+
     def encode(
         self,
         request: GenerateRequest,
@@ -265,7 +296,7 @@ class Provider(Protocol):
         salt: str | None,
         stream: bool,
     ) -> HTTPCall:
-        """The call that asks for this generation."""
+        """The call that asks for a generation that `render` returned."""
         ...
 
     def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:

@@ -8,9 +8,10 @@ is thrown into the generator as the `TransportError` it is.
 from collections.abc import Generator
 from typing import TypeVar
 
+from genapi.errors import TransportError
 from genapi.wire.http import HTTPCall, HTTPReply
 
-__all__ = ("Flow", "call", "calls")
+__all__ = ("Flow", "call", "calls", "nothing_to_ask", "resumed")
 
 T = TypeVar("T")
 
@@ -33,3 +34,27 @@ def calls(*requests: HTTPCall) -> Flow[tuple[HTTPReply, ...]]:
         message = f"a flow that yielded {len(requests)} calls was sent {replies!r}"
         raise TypeError(message)
     return replies
+
+
+def nothing_to_ask(result: T) -> Flow[T]:
+    """A flow that knows its result."""
+    yield from ()
+    return result
+
+
+def resumed(flow: Flow[T], first: HTTPCall | tuple[HTTPCall, ...]) -> Flow[T]:
+    """The rest of a flow whose first step was taken already: for whoever looks if it has any."""
+    step = first
+    try:
+        while True:
+            try:
+                answer = yield step
+            except TransportError as error:
+                step = flow.throw(error)
+            else:
+                step = flow.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        flow.close()

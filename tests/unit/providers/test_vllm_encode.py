@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import genapi
-from genapi import ConfigError, GenerateRequest, SamplingParams, UnsupportedError
+from genapi import ConfigError, GenerateRequest, UnsupportedError
 from genapi.providers.base import Capabilities
 from genapi.types.request import ProviderOptions, StructuredOutput
 from tests.support.vllm_wire import PROMPT, PROVIDER, request
@@ -151,15 +151,6 @@ def test_options_of_another_provider_are_refused() -> None:
         PROVIDER.check(asked, None)
 
 
-@pytest.mark.parametrize(
-    "form", [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "x"}]}]
-)
-def test_text_prompts_are_refused_before_any_call(form: dict[str, Any]) -> None:
-    asked = GenerateRequest(sampling=SamplingParams(max_tokens=1), **form)
-    with pytest.raises(UnsupportedError, match="tokenize and pass prompt_token_ids="):
-        PROVIDER.check(asked, None)
-
-
 def test_a_stream_cannot_carry_prompt_scores() -> None:
     with pytest.raises(UnsupportedError, match="prompt_logprobs"):
         sent(request(prompt_logprobs=0), stream=True)
@@ -182,22 +173,28 @@ def test_an_id_beyond_a_known_vocabulary_is_named() -> None:
     PROVIDER.check(request(prompt=[511]), Capabilities(vocab_size=512))
 
 
-@pytest.mark.parametrize(("missing", "sampling"), [("generate", {}), ("logprobs", {"logprobs": 0})])
-def test_what_the_server_cannot_do_is_refused_with_the_remedy(
-    missing: str, sampling: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("missing", ["generate", "logprobs"])
+def test_what_the_server_cannot_do_is_refused_with_the_remedy(missing: str) -> None:
     capabilities = Capabilities(missing={missing: "start it otherwise"})
+    asked = request(logprobs=0).model_copy(update={"options": Options(route="native")})
     with pytest.raises(UnsupportedError, match="start it otherwise"):
-        PROVIDER.check(request(**sampling), capabilities)
+        PROVIDER.check(asked, capabilities)
 
 
 def test_a_server_that_gives_logits_still_generates_without_scores() -> None:
     PROVIDER.check(request(logprobs=None), Capabilities(missing={"logprobs": "it gives logits"}))
 
 
-def test_aborting_uses_the_prefixed_id_that_vllm_knows() -> None:
+def test_aborting_names_the_id_as_each_route_has_it() -> None:
     call = PROVIDER.abort(["a", "b"])
     assert (call.method, call.path) == ("POST", "/inference/v1/abort_requests")
     assert json.loads(call.body or b"") == {
-        "request_ids": ["generate-tokens-a", "generate-tokens-b"]
+        "request_ids": [
+            "generate-tokens-a",
+            "cmpl-a-0",
+            "chatcmpl-a",
+            "generate-tokens-b",
+            "cmpl-b-0",
+            "chatcmpl-b",
+        ]
     }

@@ -1,6 +1,6 @@
 """`SGLang`: the provider that the registry names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
 from genapi.providers.sglang import discovery, generate
@@ -8,7 +8,7 @@ from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.errors import error_of
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
-from genapi.wire.flow import Flow
+from genapi.wire.flow import Flow, nothing_to_ask
 from genapi.wire.http import HTTPCall, HTTPReply
 
 __all__ = ("SGLang",)
@@ -23,6 +23,25 @@ class SGLang:
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
         generate.check(request, capabilities)
+
+    def attests(self, request: GenerateRequest) -> bool:
+        """Whether a reply to such a request names versions."""
+        del request
+        return True
+
+    def render(
+        self, request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
+    ) -> Flow[GenerateRequest]:
+        """The request as it is encoded."""
+        del model, capabilities
+        return nothing_to_ask(request)
+
+    def refine(
+        self, response: GenerateResponse, request: GenerateRequest, *, model: str | None
+    ) -> Flow[GenerateResponse]:
+        """The reply as it is."""
+        del request, model
+        return nothing_to_ask(response)
 
     def encode(
         self,

@@ -19,9 +19,13 @@ from genapi.errors import ReplyError
 from genapi.providers.shapes.bodies import fields_of, kept, parse_body, unknown_of
 from genapi.providers.shapes.choices import NULL, Choices, Output
 from genapi.providers.shapes.tokens import Id, Piece
-from genapi.types.response import FinishReason, GenerateResponse, Usage
+from genapi.types.base import FrozenDict
+from genapi.types.policy import PolicyTrace
+from genapi.types.request import GenerateRequest, SamplingParams
+from genapi.types.response import FinishReason, GenerateOutput, GenerateResponse, Usage
+from genapi.wire.http import HTTPReply
 
-__all__ = ("Body", "Choice", "Entry", "Message", "OpenAIReply", "Scores")
+__all__ = ("Body", "Choice", "Entry", "Message", "OpenAIReply", "Scores", "read_messages")
 
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 
@@ -138,6 +142,8 @@ class _ClosedBody(Body, gc=False, forbid_unknown_fields=True):
 _closed = msgspec.json.Decoder(_ClosedBody)
 _open = msgspec.json.Decoder(Body)
 _list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]])
+_ANY = GenerateRequest(prompt=" ", sampling=SamplingParams(max_tokens=1, logprobs=None))
+"""For outputs of which nothing but text is read."""
 _KEPT = ("kv_transfer_params", "ec_transfer_params", "metrics")
 _KEPT_OF_MESSAGE = ("refusal", "annotations", "audio", "function_call")
 
@@ -246,6 +252,47 @@ class OpenAIReply(Choices[Output]):
         if not body.choices:
             self.echo(body.prompt_token_ids)
         self.prompt_scores(body.prompt_logprobs)
+
+
+def read_messages(reply: HTTPReply, response: GenerateResponse) -> GenerateResponse:
+    """A reply with the text, reasoning, tool calls and finish reasons of a chat completion.
+
+    Args:
+        reply: the chat completion, which was made of the same outputs.
+        response: the reply whose tokens, scores and versions are kept.
+
+    Raises:
+        ReplyError: it is none, or of other outputs.
+    """
+    frame, _, _ = _parse(reply.body)
+    choices = {choice.index: choice for choice in frame.choices or ()}
+    if choices.keys() != {output.index for output in response.outputs}:
+        raise ReplyError(
+            f"{reply.url} answered choices {sorted(map(str, choices))} for {len(response.outputs)} "
+            "outputs",
+            body=reply.body,
+            url=reply.url,
+        )
+    return response.model_copy(
+        update={"outputs": tuple(_with_message(o, choices[o.index]) for o in response.outputs)}
+    )
+
+
+def _with_message(output: GenerateOutput, choice: Choice) -> GenerateOutput:
+    read = Output(output.index, _ANY)
+    if choice.message is not None:
+        _add_message(read, choice.message)
+    read.finish = choice.finish_reason or output.finish_raw
+    built = read.build(PolicyTrace())
+    update = {
+        "text": built.text,
+        "reasoning": built.reasoning,
+        "tool_calls": built.tool_calls,
+        "extra": FrozenDict({**output.extra, **built.extra}),
+    }
+    if output.is_complete:
+        update |= {"finish_reason": built.finish_reason, "finish_raw": built.finish_raw}
+    return output.model_copy(update=update)
 
 
 def _parse(body: bytes) -> tuple[Body, dict[str, Any], list[dict[str, Any]]]:

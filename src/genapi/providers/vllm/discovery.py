@@ -161,7 +161,7 @@ def _facts(
             engine_version=engine_version,
             models=tuple(str(m["id"]) for m in entries if "id" in m),
             max_model_len=_max_model_len(entries),
-            spans=release is not None and release >= _SPANS_SINCE,
+            spans=release is not None and release >= _SPANS_SINCE and "generate" not in missing,
             logprobs_mode=_MODES.get(mode),
             weight_backend=backend,
             pause_refuses=release is not None and release >= _REFUSES_SINCE,

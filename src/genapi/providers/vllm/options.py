@@ -8,16 +8,22 @@ from pydantic import Field
 from genapi.types.ids import IdSequence
 from genapi.types.request import ProviderOptions
 
-__all__ = ("Options",)
+__all__ = ("Options", "Rendered")
 
 
 class Options(ProviderOptions):
     """What vLLM can be asked for besides `SamplingParams`.
 
     Attributes:
+        route: how a generation is asked for. `native` takes tokens and attests versions: text and
+            messages are made ids by the server first. `openai` is `/v1/completions` or
+            `/v1/chat/completions`, whose replies name no version; `auto` is `native` where the
+            server has it.
+        chat: further fields for the chat template and what reads its reply, as vLLM's chat route
+            names them (`tool_choice`, `chat_template_kwargs`, ...); with `messages`.
         allowed_token_ids: only these ids may be generated; None = all.
-        text: also return the generated text; logprobs of other candidates then have no ids, so
-            `SamplingParams.logprobs` may not exceed 0.
+        text: also return the generated text; logprobs of other candidates then have no ids on the
+            native route, so `SamplingParams.logprobs` may not exceed 0 there.
         include_stop_str_in_output: keep the matched stop text in `text`.
         skip_reading_prefix_cache: compute the whole prompt anew; None = the server decides.
         thinking_token_budget: most tokens of reasoning; None = no bound.
@@ -29,6 +35,8 @@ class Options(ProviderOptions):
     """
 
     provider: Literal["vllm"] = "vllm"
+    route: Literal["auto", "native", "openai"] = "auto"
+    chat: Mapping[str, Any] = Field(default_factory=dict)
     allowed_token_ids: IdSequence | None = None
     text: bool = False
     include_stop_str_in_output: bool = False
@@ -38,3 +46,15 @@ class Options(ProviderOptions):
     kv_transfer_params: Mapping[str, Any] | None = None
     extra_args: Mapping[str, Any] | None = None
     body: Mapping[str, Any] = Field(default_factory=dict)
+
+
+class Rendered(Options):
+    """The options of a request whose prompt the server made ids of; genapi's own.
+
+    Attributes:
+        sampling_params: what the server's chat template asks of the draw.
+        chat_request: the chat request that was rendered, where its reply has to be read as one.
+    """
+
+    sampling_params: Mapping[str, Any] = Field(default_factory=dict)
+    chat_request: Mapping[str, Any] | None = None

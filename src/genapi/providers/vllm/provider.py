@@ -1,9 +1,9 @@
 """`VLLM`: the provider that the registry names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
-from genapi.providers.vllm import discovery, generate
+from genapi.providers.vllm import discovery, generate, render
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.errors import error_of
 from genapi.types.request import GenerateRequest
@@ -23,6 +23,22 @@ class VLLM:
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
         generate.check(request, capabilities)
+
+    def attests(self, request: GenerateRequest) -> bool:
+        """Whether a reply to such a request names versions."""
+        return generate.attests(request)
+
+    def render(
+        self, request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
+    ) -> Flow[GenerateRequest]:
+        """The request as it is encoded."""
+        return render.render(request, model=model, capabilities=capabilities)
+
+    def refine(
+        self, response: GenerateResponse, request: GenerateRequest, *, model: str | None
+    ) -> Flow[GenerateResponse]:
+        """The reply with what the server makes of it."""
+        return render.refine(response, request, model=model)
 
     def encode(
         self,

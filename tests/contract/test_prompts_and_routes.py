@@ -1,0 +1,260 @@
+"""What a fleet promises of text and chat prompts, several outputs, and the routes it may take."""
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+
+import genapi
+from genapi import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    IncompleteError,
+    SamplingParams,
+    TransportError,
+    UnsupportedError,
+)
+from genapi.embedded.texts import THOUGHT, TOOL
+from genapi.providers.vllm import Options
+from genapi.types.response import Finished, TokenChunk
+from tests.contract.embedded import Rig, rig
+
+CHAT = [{"role": "user", "content": "7 8 9"}]
+FORMS: list[dict[str, Any]] = [
+    {"prompt_token_ids": [7, 8, 9]},
+    {"prompt": "7 8 9"},
+    {"messages": CHAT},
+]
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def asked(form: dict[str, Any], *, options: Options | None = None, **more: Any) -> GenerateRequest:
+    names = ("request_id", "timeout_s", "min_version", "tools")
+    fields = {name: more.pop(name) for name in names if name in more}
+    sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **more}
+    return GenerateRequest(
+        sampling=SamplingParams(**sampling), options=options, **{**form, **fields}
+    )
+
+
+async def streamed(running: Rig, request: GenerateRequest) -> tuple[GenerateResponse, list[int]]:
+    """The reply of a stream, and the ids that came in its chunks, by their output."""
+    ids: list[int] = []
+    reply: GenerateResponse | None = None
+    async with running.fleet.stream(request) as events:
+        async for event in events:
+            if isinstance(event, TokenChunk) and event.index == 0:
+                ids += event.token_ids
+            elif isinstance(event, Finished):
+                reply = event.reply
+    assert reply is not None
+    return reply, ids
+
+
+def said(reply: GenerateResponse) -> list[dict[str, Any]]:
+    """What does not differ between two replies to one request."""
+    fields = {"token_ids", "text", "reasoning", "finish_reason", "stop_reason", "index"}
+    return [
+        o.model_dump(include=fields)
+        | {"scores": None if o.logprobs is None else o.logprobs.tolist()}
+        | {"calls": [call["function"] for call in o.tool_calls]}
+        for o in reply.outputs
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_prompt_in_any_form_has_the_ids_and_tokens_of_its_tokens(
+    form: dict[str, Any],
+) -> None:
+    async with rig(1) as running:
+        reply = await running.fleet.generate(asked(form))
+        assert reply.prompt_token_ids is not None
+        again = await running.fleet.generate(asked({"prompt_token_ids": reply.prompt_token_ids}))
+    assert again.output.token_ids == reply.output.token_ids
+    assert reply.prompt_token_ids[-3:] == [7, 8, 9] or "messages" in form
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+async def test_the_native_route_attests_text_and_chat_prompts(form: dict[str, Any]) -> None:
+    async with rig(1) as running:
+        reply = await running.fleet.generate(asked(form))
+        assert reply.output.policy.source == "engine"
+        assert reply.output.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("route", ["native", "openai"])
+async def test_a_stream_ends_in_the_reply_of_one_piece(form: dict[str, Any], route: Any) -> None:
+    async with rig(1) as running:
+        request = asked(form, options=Options(route=route))
+        whole = await running.fleet.generate(request)
+        reply, ids = await streamed(running, request)
+    assert said(reply) == said(whole)
+    assert reply.prompt_token_ids == whole.prompt_token_ids
+    assert ids == whole.output.token_ids.tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_both_routes_say_the_same(form: dict[str, Any]) -> None:
+    async with rig(1) as running:
+        native = await running.fleet.generate(asked(form, options=Options(route="native")))
+        openai = await running.fleet.generate(asked(form, options=Options(route="openai")))
+    expected = said(native)
+    if "prompt_token_ids" in form:
+        expected[0]["text"] = openai.output.text  # tokens in, tokens out
+    assert said(openai) == expected
+    assert openai.prompt_token_ids == native.prompt_token_ids
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("route", ["native", "openai"])
+async def test_several_outputs_come_by_index_streamed_or_not(
+    form: dict[str, Any], route: Any
+) -> None:
+    async with rig(1) as running:
+        request = asked(form, options=Options(route=route), n=3, temperature=1.0, seed=5)
+        whole = await running.fleet.generate(request)
+        reply, _ = await streamed(running, request)
+    assert [o.index for o in whole.outputs] == [0, 1, 2]
+    assert len({o.token_ids for o in whole.outputs}) == 3
+    assert said(reply) == said(whole)
+
+
+async def test_versions_of_a_route_that_names_none_are_inferred() -> None:
+    async with rig(2, options={"run": "r"}) as running:
+        async with genapi.WeightPublisher(
+            running.fleet, transport=genapi.weights.Memory()
+        ) as publisher:
+            await publisher.adopt(4)
+        reply = await running.fleet.generate(
+            asked(FORMS[0], options=Options(route="openai"), min_version=4)
+        )
+    trace = reply.output.policy
+    assert trace.source == "inferred"
+    assert trace.oldest is not None
+    assert trace.oldest.step == 4
+
+
+async def test_without_the_native_route_openais_are_taken() -> None:
+    async with rig(1, scale_out="false") as running:
+        for form in FORMS:
+            reply = await running.fleet.generate(asked(form))
+            assert len(reply.output.token_ids) == 6
+            assert reply.output.policy.source == "inferred"
+            assert reply.prompt_token_ids is not None
+        with pytest.raises(UnsupportedError, match="--enable-scale-out"):
+            await running.fleet.generate(asked(FORMS[0], options=Options(route="native")))
+
+
+@pytest.mark.parametrize("route", ["native", "openai"])
+async def test_a_tool_call_and_the_thought_before_it_are_told_apart(route: Any) -> None:
+    async with rig(1, reasoning_parser="true") as running:
+        for seed in range(50):
+            request = asked(
+                {"messages": CHAT},
+                tools=TOOLS,
+                temperature=1.0,
+                seed=seed,
+                options=Options(route=route, allowed_token_ids=[20, THOUGHT, 21, TOOL, 22]),
+            )
+            whole = await running.fleet.generate(request)
+            thought, _, rest = _parted(whole.output.token_ids.tolist(), THOUGHT)
+            content, found, arguments = _parted(rest, TOOL)
+            if found:
+                break
+        else:
+            pytest.fail("no seed calls a tool")
+        reply, _ = await streamed(running, request)
+    assert said(reply) == said(whole)
+    output = whole.output
+    assert output.reasoning == _shown(thought)
+    assert (output.text or "") == _shown(content)
+    (call,) = output.tool_calls
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]) == {"ids": arguments}
+
+
+def _parted(ids: list[int], mark: int) -> tuple[list[int], bool, list[int]]:
+    if mark not in ids:
+        return ids, False, []
+    at = ids.index(mark)
+    return ids[:at], True, ids[at + 1 :]
+
+
+def _shown(ids: list[int]) -> str:
+    return "".join(f"{token} " for token in ids)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("route", ["native", "openai"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_abort_ends_all_outputs_of_its_request_on_any_route(
+    form: dict[str, Any], route: Any, n: int
+) -> None:
+    async with rig(1) as running:
+        request = asked(
+            form,
+            options=Options(route=route),
+            request_id="mine",
+            max_tokens=60,
+            n=n,
+            temperature=1.0,
+        )
+        async with running.fleet.stream(request) as events:
+            reply = None
+            async for event in events:
+                if isinstance(event, Finished):
+                    reply = event.reply
+                else:
+                    assert await running.fleet.abort("mine") == 1
+    assert reply is not None
+    assert [o.finish_reason for o in reply.outputs] == [FinishReason.ABORT] * n
+
+
+async def test_an_abort_before_the_first_token_is_an_abort_though_the_route_says_nothing() -> None:
+    async with rig(1) as running:
+        await running.cluster.workers[0].engine.hold("keep", clear_cache=False)
+        request = asked(FORMS[1], options=Options(route="openai"), request_id="mine")
+        replies: list[GenerateResponse] = []
+
+        async def run() -> None:
+            reply, _ = await streamed(running, request)
+            replies.append(reply)
+
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as group:
+                group.start_soon(run)
+                while not running.cluster.workers[0].engine.requests:
+                    await anyio.lowlevel.checkpoint()
+                await running.fleet.abort("mine")
+    assert replies[0].output.finish_reason is FinishReason.ABORT
+    assert len(replies[0].output.token_ids) == 0
+
+
+async def test_a_prompt_that_could_not_be_rendered_was_not_sent() -> None:
+    options = {"retry": genapi.RetryPolicy(max_attempts=1)}
+    async with rig(1, options=options) as running:
+        running.fail(0, "/tokenize", "lose_reply")
+        with pytest.raises(TransportError) as raised:
+            await running.fleet.generate(asked({"prompt": "7"}))
+    assert raised.value.phase == "not_sent"
+
+
+async def test_a_prompt_is_rendered_again_where_it_is_sent_again() -> None:
+    async with rig(2) as running:
+        running.fail(0, "/tokenize", "lose_reply")
+        running.fail(1, "/tokenize", "lose_reply")
+        reply = await running.fleet.generate(asked({"prompt": "7 8"}))
+    assert reply.prompt_token_ids == [7, 8]
+    assert len(reply.attempts) > 1
+
+
+async def test_a_broken_stream_of_nobody_aborted_is_incomplete() -> None:
+    async with rig(1) as running:
+        request = asked(FORMS[1], options=Options(route="openai"), max_tokens=50)
+        with pytest.raises((IncompleteError, TransportError)):  # noqa: PT012 - what comes first
+            async with running.fleet.stream(request) as events:
+                async for _ in events:
+                    running.cluster.workers[0].kill()
