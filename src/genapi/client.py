@@ -311,6 +311,7 @@ class Client:
             worker=member.id if member else None,
             salted=membership.committed if membership.salted else None,
             model=self._model(capable),
+            outputs=request.sampling.n,
             before=self._versions.before(request, member),
         )
         run.current = sending
@@ -471,11 +472,12 @@ class Client:
             warnings.warn(remark, GenAPIWarning, stacklevel=4)
 
     async def _abort(self, sending: Sending, *, within_s: float = _ABORT_S) -> None:
-        call = self._provider.abort([sending.wire_id])
+        calls = self._provider.abort([sending.wire_id], outputs=sending.outputs)
         with anyio.move_on_after(min(within_s, _ABORT_S), shield=True):
             async with anyio.create_task_group() as group:
                 for url in self._routing.abort_urls(sending):
-                    group.start_soon(self._send_abort, url, call, url == sending.url)
+                    for call in calls:
+                        group.start_soon(self._send_abort, url, call, url == sending.url)
 
     async def _send_abort(self, url: str, call: HTTPCall, asked_there: bool) -> None:  # noqa: FBT001 - start_soon passes by position
         # A router is asked as it was for the generation: it gets no key of administration.

@@ -34,6 +34,7 @@ class Sending:
         worker: which life of it, as known then.
         salted: the version in its cache salt.
         model: the served model's name; None = not known.
+        outputs: how many outputs are asked for.
         before: what was known of all who may serve it when it was dispatched.
         remarks: what its reply lacks.
     """
@@ -44,6 +45,7 @@ class Sending:
     worker: WorkerId | None
     salted: PolicyVersion | None
     model: str | None
+    outputs: int
     before: Sights
     remarks: list[str] = field(default_factory=list)
 

@@ -40,6 +40,7 @@ class Capabilities(Value):
         spans: whether replies attest versions.
         logprobs_mode: which scores it gives; None = not known.
         weight_backend: the receiving backend it was started with; None = no weight updates.
+        parsers: what it reads out of chat replies, as far as that is known: `reasoning`, `tools`.
         pause_refuses: whether requests that arrive while it is paused are refused (503) instead
             of queued, in modes abort and drain.
         missing: what it cannot do (`generate`, `logprobs`, `seed`, `priority`, `lora`, `admin`,
@@ -53,6 +54,7 @@ class Capabilities(Value):
     spans: bool = False
     logprobs_mode: LogprobsMode | None = None
     weight_backend: str | None = None
+    parsers: frozenset[str] = frozenset()
     pause_refuses: bool = False
     missing: Mapping[str, str] = {}
 
@@ -316,8 +318,8 @@ class Provider(Protocol):
         """Raise the typed error that a non-2xx answer is."""
         ...
 
-    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
-        """The call that ends these generations."""
+    def abort(self, wire_ids: Sequence[str], *, outputs: int = 1) -> tuple[HTTPCall, ...]:
+        """The calls that end these generations, of `outputs` outputs each."""
         ...
 
     def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:

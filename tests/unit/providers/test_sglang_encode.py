@@ -9,7 +9,7 @@ import genapi
 from genapi import ConfigError, GenerateRequest, SamplingParams, UnsupportedError
 from genapi.providers.base import Capabilities
 from genapi.types.request import StructuredOutput
-from tests.support.sglang_wire import PROMPT, PROVIDER, request
+from tests.support.sglang_wire import PROMPT, PROVIDER, load, request
 
 Options = genapi.providers.sglang.Options
 
@@ -134,7 +134,6 @@ def test_a_stream_is_asked_for_with_the_same_body() -> None:
 @pytest.mark.parametrize(
     ("sampling", "remedy"),
     [
-        ({"n": 2}, "send 2 requests with n=1"),
         ({"bad_words": ("no",)}, "logit_bias"),
         ({"structured_output": StructuredOutput(choice=("a", "b"))}, "use regex"),
     ],
@@ -152,18 +151,6 @@ def test_a_seed_of_more_than_64_bits_is_refused(seed: int) -> None:
         PROVIDER.check(request(seed=seed), None)
 
 
-@pytest.mark.parametrize(
-    "form", [{"prompt": "hello"}, {"messages": [{"role": "user", "content": "hello"}]}]
-)
-def test_text_and_chat_prompts_are_refused_until_their_routes_are_there(
-    form: dict[str, Any],
-) -> None:
-    asked = GenerateRequest(**form, sampling=SamplingParams(max_tokens=1))
-    with pytest.raises(UnsupportedError, match="prompt_token_ids="):
-        PROVIDER.check(asked, None)
-
-
-@pytest.mark.case("CONF-03")
 def test_an_id_beyond_the_vocabulary_is_refused_because_the_server_would_die_of_it() -> None:
     known = Capabilities(vocab_size=512)
     PROVIDER.check(request(prompt=[0, 511]), known)
@@ -215,9 +202,34 @@ def test_options_of_another_provider_are_refused() -> None:
 
 
 def test_an_abort_names_one_request_and_never_all() -> None:
-    call = PROVIDER.abort(["genapi-1"])
+    (call,) = PROVIDER.abort(["genapi-1"])
     assert (call.method, call.path, call.grant) == ("POST", "/abort_request", "admin")
     assert json.loads(call.body or b"") == {"rid": "genapi-1", "abort_all": False}
-    for ids in ([], [""], ["a", "b"]):
-        with pytest.raises(UnsupportedError, match="one request a call"):
-            PROVIDER.abort(ids)
+    with pytest.raises(UnsupportedError, match="every request"):
+        PROVIDER.abort([""])
+
+
+def test_an_abort_names_every_output_by_the_id_that_the_server_gave_it() -> None:
+    recorded = load("generate_n2_as_batch")
+    ids = [one["meta_info"]["id"] for one in recorded["response"]["body"]]
+    calls = PROVIDER.abort([recorded["request"]["json"]["rid"]], outputs=2)
+    assert [json.loads(call.body or b"")["rid"] for call in calls] == ids
+
+
+def test_several_outputs_are_a_batch_of_one_prompt_with_a_seed_each() -> None:
+    body = sent(request(n=2, seed=7))
+    assert body["input_ids"] == [PROMPT, PROMPT]
+    assert body["rid"] == "w"
+    assert [one["sampling_seed"] for one in body["sampling_params"]] == [7, 8]
+    assert all(one["n"] == 1 for one in body["sampling_params"])
+    largest = sent(request(n=2, seed=2**63 - 1))
+    assert [one["sampling_seed"] for one in largest["sampling_params"]] == [2**63 - 1, -(2**63)]
+
+
+def test_a_text_goes_as_it_is() -> None:
+    asked = GenerateRequest(prompt="hello", sampling=SamplingParams(max_tokens=1))
+    body = sent(asked)
+    assert body["text"] == "hello"
+    assert "input_ids" not in body
+    several = asked.model_copy(update={"sampling": SamplingParams(max_tokens=1, n=2)})
+    assert sent(several)["text"] == ["hello", "hello"]

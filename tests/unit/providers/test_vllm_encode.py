@@ -186,7 +186,7 @@ def test_a_server_that_gives_logits_still_generates_without_scores() -> None:
 
 
 def test_aborting_names_the_id_as_each_route_has_it() -> None:
-    call = PROVIDER.abort(["a", "b"])
+    (call,) = PROVIDER.abort(["a", "b"], outputs=2)
     assert (call.method, call.path) == ("POST", "/inference/v1/abort_requests")
     assert json.loads(call.body or b"") == {
         "request_ids": [

@@ -169,6 +169,11 @@ def _facts(
             vocab_size=_vocabulary(info, model),
             spans=release is not None and release >= _SPANS_SINCE,
             logprobs_mode=_mode(info.internal_states),
+            parsers=frozenset(
+                name
+                for name, key in (("reasoning", "reasoning_parser"), ("tools", "tool_call_parser"))
+                if model.get(key)
+            ),
             missing=_missing(info, model),
         ),
     )

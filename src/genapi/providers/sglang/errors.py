@@ -34,7 +34,16 @@ from genapi.wire.http import HTTPReply
 
 __all__ = ("error_of", "error_text", "error_value", "key_hint")
 
-NORMAL_PATHS = ("/generate", "/model_info", "/ping", "/server_info", "/v1/models")
+NORMAL_PATHS = (
+    "/generate",
+    "/model_info",
+    "/ping",
+    "/server_info",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/tokenize",
+)
 """Routes that take `--api-key`; every other one that genapi asks takes `--admin-api-key`."""
 
 _OVERLONG = re.compile(

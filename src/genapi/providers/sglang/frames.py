@@ -4,19 +4,18 @@ The rule of this file: one pass. Known fields are decoded straight into structs;
 holds a field which is not known here is read once more, to keep that field.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
 from genapi.errors import ReplyError
 from genapi.providers.shapes.bodies import fields_of, kept, parse_body, unknown_of
 from genapi.providers.shapes.spans import WireSpan
-from genapi.types.ids import MAX_ID
+from genapi.providers.shapes.tokens import Id
 
-__all__ = ("Body", "Entry", "Finish", "MetaInfo", "parse", "parse_prompt_scores")
+__all__ = ("Body", "Entry", "Finish", "MetaInfo", "parse", "parse_meta", "parse_prompt_scores")
 
-Id = Annotated[int, Meta(ge=0, le=MAX_ID)]
 _NULL = Raw(b"null")
 
 Entry = tuple[float | None, Id, Any]
@@ -82,15 +81,29 @@ class _ClosedBody(Body, gc=False, forbid_unknown_fields=True):
 
 _closed = msgspec.json.Decoder(_ClosedBody)
 _open = msgspec.json.Decoder(Body)
+_meta = msgspec.json.Decoder(MetaInfo)
+_several = msgspec.json.Decoder(list[Raw])
 _prompt_scores = msgspec.json.Decoder(list[Entry])
 
 
-def parse(body: bytes) -> tuple[Body, dict[str, Any]]:
-    """The typed body, and the fields that have no name here, those of `meta_info` included.
+def parse(body: bytes) -> list[tuple[Body, dict[str, Any]]]:
+    """The typed outputs of a body, in order, each with its fields that have no name here.
+
+    A body holds one output or frame, or a list of outputs.
 
     Raises:
         ReplyError: it is not JSON, or a known field has another type.
     """
+    if not body.lstrip().startswith(b"["):
+        return [_parse_one(body)]
+    try:
+        listed = _several.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ReplyError(f"the reply is not JSON: {error}") from None
+    return [_parse_one(bytes(one)) for one in listed]
+
+
+def _parse_one(body: bytes) -> tuple[Body, dict[str, Any]]:
     typed, whole = parse_body(body, closed=_closed, opened=_open)
     if whole:
         return typed, {}
@@ -100,6 +113,18 @@ def parse(body: bytes) -> tuple[Body, dict[str, Any]]:
         if typed.meta_info is not None:
             extra |= unknown_of(fields_of(fields["meta_info"]), MetaInfo)
     return typed, extra
+
+
+def parse_meta(raw: Raw) -> MetaInfo:
+    """A `meta_info` by itself, as OpenAI's routes hold it.
+
+    Raises:
+        ReplyError: it has another shape.
+    """
+    try:
+        return _meta.decode(raw)
+    except msgspec.ValidationError as error:
+        raise ReplyError(f"meta_info breaks its contract: {error}") from None
 
 
 def parse_prompt_scores(raw: Raw) -> list[Entry]:

@@ -16,6 +16,13 @@ class Options(ProviderOptions):
     What the reply holds beyond the shared fields is in `output.extra`.
 
     Attributes:
+        route: how a generation is asked for. `native` is `/generate`: text goes as it is, messages
+            are made ids by the server first and come back as plain text. `openai` is
+            `/v1/completions` or `/v1/chat/completions`, with one output; the latter tells reasoning
+            and tool calls apart, but not in a stream. `auto` takes the latter where there are tools
+            to call or the server tells reasoning apart, and else `native`.
+        chat: further fields for the chat template and what reads its reply, as SGLang's chat route
+            names them (`tool_choice`, `chat_template_kwargs`, ...); with `messages`.
         stop_regex: regular expressions that end the output.
         no_stop_trim: keep the matched stop text in `text`.
         structural_tag: constrains the output, in SGLang's notation.
@@ -26,6 +33,8 @@ class Options(ProviderOptions):
     """
 
     provider: Literal["sglang"] = "sglang"
+    route: Literal["auto", "native", "openai"] = "auto"
+    chat: Mapping[str, Any] = Field(default_factory=dict)
     stop_regex: tuple[str, ...] = ()
     no_stop_trim: bool = False
     structural_tag: str | None = None

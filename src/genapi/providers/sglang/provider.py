@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
-from genapi.providers.sglang import discovery, generate
+from genapi.providers.sglang import discovery, generate, render
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.errors import error_of
 from genapi.types.request import GenerateRequest
@@ -25,21 +25,19 @@ class SGLang:
         generate.check(request, capabilities)
 
     def attests(self, request: GenerateRequest) -> bool:
-        """Whether a reply to such a request names versions."""
-        del request
-        return True
+        """Whether every reply to such a request names versions."""
+        return generate.attests(request)
 
     def render(
         self, request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
     ) -> Flow[GenerateRequest]:
         """The request as it is encoded."""
-        del model, capabilities
-        return nothing_to_ask(request)
+        return render.render(request, model=model, capabilities=capabilities)
 
     def refine(
         self, response: GenerateResponse, request: GenerateRequest, *, model: str | None
     ) -> Flow[GenerateResponse]:
-        """The reply as it is."""
+        """The reply as it is: the chat route has read its tokens already."""
         del request, model
         return nothing_to_ask(response)
 
@@ -52,9 +50,8 @@ class SGLang:
         salt: str | None,
         stream: bool,
     ) -> HTTPCall:
-        """The call that asks for this generation; the native route takes no model's name."""
-        del model
-        return generate.encode(request, wire_id=wire_id, salt=salt, stream=stream)
+        """The call that asks for this generation."""
+        return generate.encode(request, wire_id=wire_id, model=model, salt=salt, stream=stream)
 
     def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
         """The reply as a value."""
@@ -69,9 +66,9 @@ class SGLang:
         if not reply.ok:
             raise error_of(reply, now=context.now)
 
-    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
-        """The call that ends this generation."""
-        return generate.abort(wire_ids)
+    def abort(self, wire_ids: Sequence[str], *, outputs: int = 1) -> tuple[HTTPCall, ...]:
+        """The calls that end these generations."""
+        return generate.abort(wire_ids, outputs=outputs)
 
     def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
         """What this worker is and can do: everything in the one round that its instance takes."""

@@ -167,6 +167,16 @@ class OpenAIReply(Choices[Output]):
         """What of the request's own stops matched."""
         return choice.stop_reason
 
+    def scores_of(
+        self, output: Output, choice: Choice, ids: Sequence[int]
+    ) -> list[float | None] | None:
+        """The scores of a frame's tokens, candidates taken in; None where there are none.
+
+        Raises:
+            ReplyError: they are not those of the tokens.
+        """
+        return _scores(output, choice.logprobs, ids)
+
     def heed(self, body: Body) -> None:
         """Take in what a frame says besides its choices, after they were taken in."""
 
@@ -218,7 +228,7 @@ class OpenAIReply(Choices[Output]):
         ids = self.ids_of(body, choice) or []
         self.echo(self.prompt_of(body, choice))
         self.prompt_scores(choice.prompt_logprobs)
-        scores = _scores(output, choice.logprobs, ids) if output.scored else None
+        scores = self.scores_of(output, choice, ids) if output.scored else None
         piece = output.add(ids, scores)
         output.add_text(choice.text)
         for message in (choice.message, choice.delta):
@@ -349,7 +359,7 @@ def _scores(output: Output, scores: Scores | None, ids: Sequence[int]) -> list[f
     else:
         found = scores.token_logprobs or []
         named = [_id_of(token) for token in scores.tokens or [None] * len(found)]
-        candidates = _candidates(scores.top_logprobs, len(found))
+        candidates = _candidates(scores.top_logprobs or None, len(found))
     if not len(found) == len(named) == len(ids):
         raise ReplyError(
             f"choice {output.index} has {len(ids)} token ids with {len(found)} logprobs"

@@ -13,6 +13,7 @@ from msgspec import Meta
 from genapi.errors import ConfigError, ReplyError
 from genapi.types.ids import MAX_ID, TokenIds
 from genapi.types.response import TokenChunk, TopLogprobs
+from genapi.wire.http import HTTPReply
 
 __all__ = (
     "Id",
@@ -20,6 +21,7 @@ __all__ = (
     "Scores",
     "check_vocabulary",
     "compare_echo",
+    "ids_in",
     "ids_of",
     "scores_of",
     "top_of",
@@ -33,6 +35,22 @@ Scores = Sequence[float | None]
 def ids_of(values: Sequence[int]) -> TokenIds:
     """Ids that were checked while they were decoded."""
     return TokenIds.of_array(np.array(values, dtype=np.int32))
+
+
+def ids_in(reply: HTTPReply, name: str) -> TokenIds:
+    """The ids that a server made of a prompt, field `name` of its answer.
+
+    Raises:
+        ReplyError: there are none.
+    """
+    found = reply.json_field(name)
+    try:
+        ids = TokenIds(found)
+    except (TypeError, ValueError):
+        ids = TokenIds()
+    if not ids:
+        raise ReplyError(f"{reply.url} answered no ids in {name!r}", body=reply.body, url=reply.url)
+    return ids
 
 
 def scores_of(values: Scores, *, hole: float | None = None) -> npt.NDArray[np.float32]:

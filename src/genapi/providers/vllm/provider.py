@@ -65,9 +65,10 @@ class VLLM:
         if not reply.ok:
             raise error_of(reply, now=context.now, lora=context.request.lora)
 
-    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
-        """The call that ends these generations."""
-        return generate.abort(wire_ids)
+    def abort(self, wire_ids: Sequence[str], *, outputs: int = 1) -> tuple[HTTPCall, ...]:
+        """The call that ends these generations, whatever number of outputs they have."""
+        del outputs
+        return (generate.abort(wire_ids),)
 
     def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
         """What this worker is and can do."""

@@ -8,12 +8,12 @@ the same tokens.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
-from genapi.errors import ReplyError
 from genapi.providers.base import Capabilities
 from genapi.providers.shapes.openai import read_messages
 from genapi.providers.shapes.options import options_of
+from genapi.providers.shapes.tokens import ids_in
 from genapi.providers.vllm.errors import error_of
 from genapi.providers.vllm.generate import route_of
 from genapi.providers.vllm.openai import body_of
@@ -59,7 +59,7 @@ def render(
     else:
         body = body_of(request, options, model=model, salt=None, stream=False)
         shown = yield from _asked(RENDER_PATH, body)
-        ids = _ids(shown, "token_ids")
+        ids = ids_in(shown, "token_ids")
         fields["body"] = {**_given(shown.json_object(), _OF_PROMPT), **options.body}
         drawn = shown.json_object().get("sampling_params")
         fields["sampling_params"] = _drawn(drawn if isinstance(drawn, dict) else {})
@@ -121,7 +121,7 @@ def _tokenized(request: GenerateRequest, model: str | None) -> Flow[TokenIds]:
     if model is not None:
         body["model"] = model
     shown = yield from _asked(TOKENIZE_PATH, body)
-    return _ids(shown, "tokens")
+    return ids_in(shown, "tokens")
 
 
 def _asked(path: str, body: Mapping[str, Any]) -> Flow[HTTPReply]:
@@ -129,17 +129,6 @@ def _asked(path: str, body: Mapping[str, Any]) -> Flow[HTTPReply]:
     if not reply.ok:
         raise error_of(reply, now=0.0)
     return reply
-
-
-def _ids(reply: HTTPReply, name: str) -> TokenIds:
-    found = reply.json_field(name)
-    try:
-        ids = TokenIds(cast("list[int]", found))
-    except (TypeError, ValueError):
-        ids = TokenIds()
-    if not ids:
-        raise ReplyError(f"{reply.url} answered no ids in {name!r}", body=reply.body, url=reply.url)
-    return ids
 
 
 def _drawn(params: Mapping[str, Any]) -> dict[str, Any]:
