@@ -91,6 +91,15 @@ def test_frames_of_several_outputs_may_interleave() -> None:
         assert [o.finish_raw for o in reply.outputs] == ["stop", "length"]
 
 
+def test_a_frame_may_hold_tokens_of_the_next_one_already() -> None:
+    ahead = output([5, 6, 7], total=2, output_token_logprobs_length=2)
+    last = output([5, 6, 7], STOP, output_token_logprobs_length=3)
+    decoder = PROVIDER.stream_decoder(context(request()))
+    chunks = [chunk for frame in (ahead, last) for chunk in decoder.feed(sse(frame, done=False))]
+    assert [chunk.token_ids.tolist() for chunk in chunks] == [[5, 6], [7]]
+    assert decoder.finish(framed=True).output.token_ids == [5, 6, 7]
+
+
 def test_one_output_that_is_aborted_leaves_the_others_as_they_are() -> None:
     reply = decode([output([5], ABORT), output([6, 7], STOP)], request(n=2))
     assert [o.is_complete for o in reply.outputs] == [False, True]

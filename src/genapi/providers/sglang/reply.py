@@ -85,6 +85,10 @@ class _Output(Output):
             raise ReplyError(
                 f"a frame counts {total} completion_tokens after {before} tokens arrived"
             )
+        if len(ids) > total and meta.finish_reason is None and ids[:before] == self.ids:
+            # A frame that waits to be sent goes on to share its lists with what comes after it
+            # (READ tokenizer_manager.py; RUN with several outputs): what it counts is its own.
+            ids = ids[:total]
         new, repeats = self._new_ids(ids, total, aborted=_is_abort(meta))
         scores = self._new_scores(meta, new, total) if self.scored else None
         piece = self.add(new, scores)
@@ -139,11 +143,11 @@ class _Output(Output):
         )
 
     def _new_scores(self, meta: MetaInfo, new: list[int], total: int) -> list[float | None] | None:
-        entries = _aligned(meta.output_token_logprobs, len(new), total, aborted=_is_abort(meta))
+        entries = _aligned(meta.output_token_logprobs, len(new), total, meta)
         if entries is not None:
             self.compare([entry[1] for entry in entries], new)
         if self.with_top:
-            top = _aligned(meta.output_top_logprobs, len(new), total, aborted=_is_abort(meta))
+            top = _aligned(meta.output_top_logprobs, len(new), total, meta)
             for listed in top or ():
                 found = listed or []
                 self.add_top([entry[1] for entry in found], [entry[0] for entry in found])
@@ -245,7 +249,7 @@ def _scores_of_prompt(prompt: TokenIds, entries: Sequence[Entry]) -> npt.NDArray
 _NONE = (b"null", b"[]")
 
 
-def _aligned(values: list[T] | None, new: int, total: int, *, aborted: bool) -> list[T] | None:
+def _aligned(values: list[T] | None, new: int, total: int, meta: MetaInfo) -> list[T] | None:
     """The values of the `new` last tokens of `total`; None where there are none.
 
     Raises:
@@ -253,6 +257,9 @@ def _aligned(values: list[T] | None, new: int, total: int, *, aborted: bool) -> 
     """
     if values is None:
         return None
+    if meta.finish_reason is None and meta.output_token_logprobs_length == total:
+        values = values[:total]
+    aborted = _is_abort(meta)
     # Of a request that is aborted while it waits, an incremental stream may send those of the new
     # tokens and then those of all (READ tokenizer_manager.py).
     if len(values) == total or (aborted and len(values) == new + total):
