@@ -97,6 +97,7 @@ class Request:
             track.forget()
         self._error: Exception | None = None
         self._changed = asyncio.Event()
+        self._over = asyncio.Event()
 
     @property
     def done(self) -> bool:
@@ -120,9 +121,11 @@ class Request:
     def notify(self) -> None:
         """Tell whoever waits that something came out."""
         self._changed.set()
+        if self.done:
+            self._over.set()
 
     async def changed(self) -> None:
-        """Wait for the next output, or for the end.
+        """Wait for the next output, or for the end; one reader does.
 
         Raises:
             Exception: What the request failed with.
@@ -135,8 +138,7 @@ class Request:
             raise self._error
 
     async def finished(self) -> None:
-        """Wait for the end; raises like `changed`."""
-        while True:
-            await self.changed()
-            if self.done:
-                return
+        """Wait for the end, whoever else reads; raises like `changed`."""
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error

@@ -260,6 +260,8 @@ class _Visit:
         self.reading = False
         self.left = False
         self.admission: asyncio.Task[None] | None = None
+        self.lasting: asyncio.Task[None] | None = None
+        """Holds the lock for a streamed reply until it is made, be it read or not."""
 
 
 class SglangServer:
@@ -439,6 +441,7 @@ class SglangServer:
         body, visit = read_generate(call), _Visit()
         if body.get("stream"):
             visit.admission = self._engine.start(self._arrive(visit, body))
+            visit.lasting = self._engine.start(self._last(visit, visit.admission))
             headers = {"content-type": "text/event-stream; charset=utf-8", "vary": "Origin"}
             stream = ByteStream(self._events(visit), gone=lambda: self._leave(visit))
             return Reply(200, headers, stream)
@@ -470,6 +473,14 @@ class SglangServer:
         except BaseException:
             self._leave(visit)
             raise
+
+    async def _last(self, visit: _Visit, admission: asyncio.Task[None]) -> None:
+        """Let go of the lock when the last token is made: sockets take what no client reads yet."""
+        await asyncio.wait([admission])
+        for flight in visit.flights:
+            if flight.request is not None:
+                await flight.request.finished()
+        self._unlock(visit)
 
     async def _spread(self, visit: _Visit, n: int) -> None:
         """Compute each prompt once, then send `n` samples of it under ids of their own."""
@@ -562,16 +573,21 @@ class SglangServer:
         if visit.left:
             return
         visit.left = True
-        if visit.admission is not None:
-            visit.admission.cancel()
+        for task in (visit.admission, visit.lasting):
+            if task is not None:
+                task.cancel()
         for flight in visit.flights:
             self._over(flight)
-        if visit.reading:
-            self._gate.lock.release_read()
+        self._unlock(visit)
         sent = [flight.request for flight in visit.flights if flight.request is not None]
         live = [request for request in sent if not request.done]
         if live and self._engine.error is None:
             self._engine.post(lambda: self._engine.abort(live, at_step=True))
+
+    def _unlock(self, visit: _Visit) -> None:
+        if visit.reading:
+            visit.reading = False
+            self._gate.lock.release_read()
 
     def _moment(self) -> Moment:
         return Moment(
