@@ -225,19 +225,6 @@ async def test_a_server_that_cannot_be_healed_is_restarted_and_published_to() ->
             assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
 
 
-async def test_a_server_that_died_before_the_publication_is_restarted_first() -> None:
-    async with rig(2) as r:
-
-        async def restart(worker: WorkerId, url: str) -> None:
-            r.cluster.workers[1].restart()
-
-        p = publisher(r, restarter=restart)
-        await p.adopt(0)
-        r.cluster.workers[1].kill()
-        report = await p.publish(1, source(1))
-        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
-
-
 async def test_a_server_that_is_gone_when_the_publication_begins_is_named_with_a_way_back() -> None:
     async with rig(2) as r:
         p = publisher(r)

@@ -4,15 +4,12 @@ import pickle
 from collections.abc import Mapping
 
 import anyio
-import numpy as np
 import pydantic
 import pytest
 
 import genapi
-from genapi import FinishReason, GenerateRequest, Outcome, RetryPolicy, SamplingParams
+from genapi import GenerateRequest, Outcome, RetryPolicy, SamplingParams
 from genapi.embedded import Cluster, Fault, RealClock, VirtualClock, Worker, read_config
-from genapi.errors import GenAPIWarning
-from genapi.events import RequestEnded, RequestRetried
 from genapi.providers.vllm import Options
 from genapi.transports.memory import MemoryTransport
 from tests.contract.embedded import QUICK, greedy, request, rig, weights
@@ -22,27 +19,6 @@ pytestmark = pytest.mark.anyio
 
 GENERATE = "/inference/v1/generate"
 SOON = RetryPolicy(backoff_s=0.001, max_backoff_s=0.002)
-
-
-async def test_a_reply_has_ids_scores_versions_and_who_made_them() -> None:
-    async with rig(1) as r:
-        reply = await r.fleet.generate(request(request_id="mine"))
-        out = reply.output
-        assert out.token_ids == greedy(0, [1, 2, 3], 8)
-        assert out.logprobs is not None
-        assert out.logprobs.dtype == np.float32
-        assert out.logprobs.shape == (8,)
-        assert not out.logprobs.flags.writeable
-        assert out.finish_reason is FinishReason.LENGTH
-        assert out.is_complete
-        assert out.policy.source == "engine"
-        assert len(out.policy) == 8
-        assert reply.prompt_token_ids == [1, 2, 3]
-        assert reply.request_id == "mine"
-        assert reply.worker is not None
-        assert [a.error for a in reply.attempts] == [None]
-        assert reply.attempts[0].wire_id != "mine"
-        assert reply.logprobs_mode == "raw"
 
 
 def mixed(**differs: tuple[str, str]) -> Spread:
@@ -122,110 +98,6 @@ async def test_a_stream_ends_in_the_reply_that_generate_returns() -> None:
                 assert output.token_ids == ids
 
 
-async def test_leaving_a_stream_early_ends_the_generation_on_the_engine() -> None:
-    async with rig(1) as r:
-        engine = r.cluster.workers[0].engine
-        async with r.fleet.stream(request(tokens=2000)) as events:
-            await anext(events)
-            assert engine.num_running == 1
-        with anyio.fail_after(5):
-            while engine.num_running:
-                await anyio.lowlevel.checkpoint()
-
-
-async def test_cancelling_a_call_ends_the_generation_on_the_engine() -> None:
-    async with rig(1) as r:
-        engine = r.cluster.workers[0].engine
-        async with anyio.create_task_group() as group:
-            group.start_soon(r.fleet.generate, request(tokens=2000))
-            with anyio.fail_after(5):
-                while not engine.num_running:
-                    await anyio.lowlevel.checkpoint()
-            group.cancel_scope.cancel()
-        with anyio.fail_after(5):
-            while engine.num_running:
-                await anyio.lowlevel.checkpoint()
-
-
-async def test_an_abort_by_the_users_label_ends_the_call_with_what_it_has() -> None:
-    async with rig(1) as r:
-        async with r.fleet.stream(request(tokens=2000, request_id="long")) as events:
-            await anext(events)
-            assert await r.fleet.abort("long") == 1
-            assert await r.fleet.abort("unknown") == 0
-            with anyio.fail_after(5):
-                last = [event async for event in events][-1]
-        assert isinstance(last, genapi.Finished)
-        assert last.reply.output.finish_reason is FinishReason.ABORT
-        assert not last.reply.output.is_complete
-
-
-@pytest.mark.case("RETRY-05")
-async def test_two_requests_under_one_label_have_ids_of_their_own_on_the_wire() -> None:
-    async with rig(1) as r:
-        replies = [await r.fleet.generate(request(request_id="same")) for _ in range(2)]
-        assert {reply.request_id for reply in replies} == {"same"}
-        assert len({reply.attempts[0].wire_id for reply in replies}) == 2
-
-
-@pytest.mark.case("DISC-12")
-async def test_a_dead_worker_is_left_out_and_the_request_goes_to_another() -> None:
-    async with rig(2, options={"retry": SOON}) as r:
-        r.cluster.workers[0].kill()
-        replies = [await r.fleet.generate(request(session=str(n))) for n in range(8)]
-        assert {reply.output.token_ids for reply in replies} == {greedy(0, [1, 2, 3], 8)}
-        assert {str(reply.worker) for reply in replies} == {
-            str((await r.fleet.snapshot()).workers[1].id)
-        }
-
-
-async def test_a_lost_reply_is_asked_again_under_a_new_wire_id() -> None:
-    async with rig(1, options={"retry": SOON}) as r:
-        r.fail(0, GENERATE, "lose_reply")
-        reply = await r.fleet.generate(request())
-        assert len(reply.attempts) == 2
-        assert reply.attempts[0].error is not None
-        assert reply.attempts[0].wire_id != reply.attempts[1].wire_id
-        assert [e.attempt for e in r.events if isinstance(e, RequestRetried)] == [2]
-
-
-async def test_without_retries_of_lost_replies_the_error_says_that_it_may_have_run() -> None:
-    policy = RetryPolicy(retry_lost_replies=False)
-    async with rig(1, options={"retry": policy}) as r:
-        r.fail(0, GENERATE, "lose_reply")
-        with pytest.raises(genapi.TransportError) as caught:
-            await r.fleet.generate(request())
-        assert caught.value.phase == "may_have_run"
-
-
-@pytest.mark.case("RETRY-03")
-async def test_a_server_that_is_always_unavailable_is_asked_as_often_as_the_policy_says() -> None:
-    async with rig(1, options={"retry": SOON}) as r:
-        for nth in (1, 2, 3, 4):
-            r.fail(0, GENERATE, "error", nth=nth, status=503)
-        with pytest.raises(genapi.NotReadyError):
-            await r.fleet.generate(request())
-        assert sum(isinstance(e, RequestRetried) for e in r.events) == 2
-
-
-async def test_a_garbled_reply_is_an_error_that_keeps_the_body() -> None:
-    async with rig(1) as r:
-        r.fail(0, GENERATE, "garble")
-        with pytest.raises(genapi.ReplyError) as caught:
-            await r.fleet.generate(request())
-        assert caught.value.body == b"<html>upstream"
-
-
-async def test_the_whole_call_is_bounded_by_its_timeout() -> None:
-    async with rig(1) as r:
-        r.fail(0, GENERATE, "never_answer")
-        with anyio.fail_after(5), pytest.raises(genapi.TransportError, match=r"timeout_s=0\.05"):
-            await r.fleet.generate(request(timeout_s=0.05))
-        ended = [e for e in r.events if isinstance(e, RequestEnded)]
-        assert len(ended) == 1
-        assert ended[0].error is not None
-
-
 @pytest.mark.case("POOL-01")
 async def test_waiting_for_a_slot_is_not_reported_as_a_server_that_is_slow() -> None:
     async with rig(1, options={"max_in_flight": 1}) as r:
@@ -293,33 +165,6 @@ async def test_a_fleet_is_ready_only_when_health_says_so_and_a_refused_key_fails
     async with genapi.connect("embedded://?api_key=secret") as fleet:
         with anyio.fail_after(5), pytest.raises(genapi.AuthError):
             await fleet.wait_ready(timeout_s=60)
-
-
-async def test_requests_of_one_session_stay_on_one_worker() -> None:
-    async with rig(4) as r:
-        for session in ("a", "b", "c"):
-            workers = {
-                str((await r.fleet.generate(request(session=session))).worker) for _ in range(4)
-            }
-            assert len(workers) == 1
-
-
-async def test_strict_turns_a_remark_into_an_error() -> None:
-    hot = GenerateRequest(
-        prompt_token_ids=[1], sampling=SamplingParams(max_tokens=2, temperature=0.5)
-    )
-    async with rig(1) as r:
-        with pytest.warns(GenAPIWarning, match="temperature"):
-            await r.fleet.generate(hot)
-    async with rig(1, options={"strict": True}) as r:
-        with pytest.raises(genapi.ReplyError, match="temperature"):
-            await r.fleet.generate(hot)
-
-
-async def test_an_id_beyond_the_vocabulary_is_an_error_that_names_it() -> None:
-    async with rig(1) as r:
-        with pytest.raises((genapi.ConfigError, genapi.ProviderError), match="64"):
-            await r.fleet.generate(request(prompt=(1, 64)))
 
 
 @pytest.mark.parametrize(

@@ -383,14 +383,6 @@ async def test_what_cannot_be_verified_is_refused_when_the_publisher_is_made() -
             await publisher(r, "label").publish(1, source(weights(1)), probe_logprobs=[0.0] * 12)
 
 
-async def test_workers_whose_bytes_are_equal_are_verified_by_their_checksums() -> None:
-    async with rig(2) as r, publisher(r, "checksum") as p:
-        report = await p.publish(1, source(weights(1)))
-        for receipt in report.receipts:
-            assert receipt.verified == ("label", "checksum")
-            assert receipt.checksum_blind == 0
-
-
 async def test_a_worker_whose_bytes_differ_is_dirty_and_nobody_is_resumed() -> None:
     async with rig(3) as r, publisher(r, "checksum", "probe") as p:
         await p.adopt(0)

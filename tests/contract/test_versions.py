@@ -383,6 +383,74 @@ async def test_a_version_that_does_not_come_in_time_is_named_with_what_was_seen(
             assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["min_version", "exact_version"])
+@pytest.mark.parametrize("routed", [False, True])
+async def test_a_request_waits_for_the_publication_of_its_version(
+    version: str, field: str, routed: bool
+) -> None:
+    async with spread(2, version=version, routed=routed) as (fleet, carrier, _):
+        publisher = publisher_of(fleet)
+        await publisher.adopt(7)
+        bound: dict[str, Any] = {field: 8}
+        replies: list[genapi.GenerateResponse] = []
+
+        async def ask() -> None:
+            replies.append(await fleet.generate(request(**bound)))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(5):
+                group.start_soon(ask)
+            await fleet.generate(request())
+            assert carrier.calls.count("/inference/v1/generate") == 1
+            with anyio.fail_after(10):
+                await publish(publisher, 8)
+        assert len(replies) == 5
+        for reply in replies:
+            assert steps(reply.output.policy) == [(8, 8)]
+            assert reply.output.token_ids == greedy(8, [1, 2, 3], 8)
+            assert len(reply.attempts) == 1
+
+
+async def test_waiting_for_a_version_takes_no_slot_from_others() -> None:
+    async with rig(1, options={"max_in_flight": 1}) as r:
+        publisher = publisher_of(r.fleet)
+        await publisher.adopt(7)
+        async with anyio.create_task_group() as group:
+            group.start_soon(r.fleet.generate, request(min_version=8))
+            with anyio.fail_after(5):
+                await r.fleet.generate(request())
+                await publish(publisher, 8)
+
+
+async def test_a_fleet_that_does_not_publish_notices_a_publication_by_reading_again() -> None:
+    async with rig(2) as r:
+        publisher = publisher_of(r.fleet)
+        await publisher.adopt(7)
+        other = genapi.connect("embedded://", transport=MemoryTransport(r.cluster), refresh_s=0.01)
+        async with other, anyio.create_task_group() as group:
+            await other.wait_ready(timeout_s=5)
+            replies: list[genapi.GenerateResponse] = []
+
+            async def ask() -> None:
+                replies.append(await other.generate(request(min_version=8)))
+
+            group.start_soon(ask)
+            await publish(publisher, 8)
+        assert steps(replies[0].output.policy) == [(8, 8)]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+async def test_a_version_that_does_not_come_in_time_is_named_with_what_was_seen(
+    routed: bool,
+) -> None:
+    async with spread(2, routed=routed) as (fleet, _, _):
+        await publisher_of(fleet).adopt(7)
+        with anyio.fail_after(5), pytest.raises(genapi.StalePolicyError) as caught:
+            await fleet.generate(request(min_version=8, timeout_s=0.05))
+        for part in ("min_version=8", "timeout_s=0.05", "http://w0:1 holds 'genapi:", ":7:1'"):
+            assert part in str(caught.value)
+
+
 async def test_a_version_that_has_passed_is_refused_at_once() -> None:
     async with rig(2) as r:
         publisher = publisher_of(r.fleet)

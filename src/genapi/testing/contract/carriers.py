@@ -1,0 +1,200 @@
+"""Carriers over the embedded engine: objects in this process, and processes behind a socket."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import genapi
+from genapi.embedded import Call, Cluster, Fault, policy
+from genapi.transports.base import StreamReply, Transport
+from genapi.transports.memory import MemoryTransport
+from genapi.types.config import PublishTimeouts
+from genapi.weights.base import WeightSource, WeightTransport
+from genapi.wire.http import HTTPCall, HTTPReply
+
+from .manifest import CarrierName
+from .shared import Shared
+from .stand import Profile, Servers
+
+__all__ = ("Memory", "Socket")
+
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_QUICK: Final = PublishTimeouts(
+    preflight_s=2,
+    stage_s=2,
+    group_s=2,
+    pause_s=0.5,
+    confirm_s=0.5,
+    begin_s=0.5,
+    transfer_s=0.5,
+    finish_s=0.5,
+    label_s=0.5,
+    verify_s=0.5,
+    resume_s=0.5,
+    cleanup_s=1,
+)
+"""For engines that answer within microseconds unless they were made to hang."""
+_SLOW: Final = PublishTimeouts()
+_BLOCKS: Final = tuple(1 + 7 * k % 60 for k in range(40))
+
+
+class _Embedded:
+    """What both carriers share: the policy is known exactly."""
+
+    prompt = _BLOCKS
+    patience_s = 20.0
+
+    def sender(self) -> WeightTransport:
+        """Tensors by reference, or in the body of the call."""
+        return genapi.weights.Memory()
+
+    def weights(self, seed: int) -> WeightSource:
+        """The weights of a seed."""
+        return genapi.weights.from_tensors(self.tensors(seed))
+
+    def tensors(self, seed: int) -> dict[str, Any]:
+        """The same, by name."""
+        return dict(policy.init(seed))
+
+    def check(self, seed: int, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Fail unless the policy of that seed answers so."""
+        assert tuple(token_ids) == _greedy(seed, tuple(prompt), len(token_ids))
+
+
+@cache
+def _greedy(seed: int, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tuple(policy.greedy(policy.init(seed), list(prompt), count))
+
+
+class Memory(_Embedded):
+    """Servers of the embedded engine in this process, on a clock of their own."""
+
+    name: CarrierName = "memory"
+    long = 600
+    timeouts = _QUICK
+
+    @asynccontextmanager
+    async def servers(
+        self, profile: Profile, count: int, flags: Mapping[str, str]
+    ) -> AsyncIterator[Servers]:
+        """Servers that nobody else has."""
+        query = {"protocol": profile.provider, "workers": str(count), **flags}
+        cluster = Cluster.from_query(query)
+        found = _InMemory(cluster, profile)
+        try:
+            yield found
+        finally:
+            await found.transport.aclose()
+
+
+class _InMemory:
+    """Servers of a cluster, under addresses that nobody listens on."""
+
+    def __init__(self, cluster: Cluster, profile: Profile) -> None:
+        self.addresses = tuple(f"127.0.0.1:{1 + index}" for index in range(len(cluster.workers)))
+        self.transport: Transport = _Addressed(cluster, self.addresses)
+        self._cluster = cluster
+        self._update = profile.paths["update"]
+
+    def kill(self, index: int) -> None:
+        self._cluster.workers[index].kill()
+
+    def restart(self, index: int) -> None:
+        self._cluster.workers[index].restart()
+
+    def running(self, index: int) -> int:
+        return self._cluster.workers[index].engine.num_running
+
+    def lose_peer(self, index: int) -> None:
+        self._cluster.workers[index].faults.add(Fault(self._update, "peer_lost"))
+
+    def overwrite(self, index: int, tensors: Mapping[str, Any]) -> None:
+        self._cluster.workers[index].engine.install(dict(tensors))
+
+    async def sleep(self, index: int) -> None:
+        reply = await self._cluster.handle(index, Call("POST", "/sleep", {"level": "1"}))
+        assert reply.status == 200, reply
+
+
+class _Addressed:
+    """Calls to a server's address go to the cluster's worker of that place."""
+
+    in_process = True
+
+    def __init__(self, cluster: Cluster, addresses: tuple[str, ...]) -> None:
+        self._inner = MemoryTransport(cluster)
+        self._places = {
+            f"http://{address}": name
+            for address, name in zip(addresses, cluster.names, strict=True)
+        }
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> HTTPReply:
+        return await self._inner.send(self._places[base_url], call, headers=headers)
+
+    @asynccontextmanager
+    async def stream(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> AsyncIterator[StreamReply]:
+        async with self._inner.stream(self._places[base_url], call, headers=headers) as reply:
+            yield reply
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Socket(_Embedded):
+    """Two processes of the embedded engine behind sockets for each provider, shared by all bodies.
+
+    Use as a context manager: what it started ends with it.
+    """
+
+    name: CarrierName = "socket"
+    long = 400
+    timeouts = _SLOW
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._running: dict[str, tuple[str, ...]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.clear()
+        self._stack.close()
+
+    @asynccontextmanager
+    async def servers(
+        self, profile: Profile, count: int, flags: Mapping[str, str]
+    ) -> AsyncIterator[Servers]:
+        """Servers that are put back to their first weights afterwards."""
+        del flags
+        if profile.provider not in self._running:
+            self._running[profile.provider] = tuple(
+                self._stack.enter_context(_process(profile.provider, index)) for index in range(2)
+            )
+        found = Shared(self._running[profile.provider][:count])
+        async with found.put_back(profile, self):
+            yield found
+
+
+@contextmanager
+def _process(protocol: str, index: int) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [sys.executable, "-m", "genapi.embedded", "--protocol", protocol]
+    options = ["--index", str(index), "--step-s", "0.002"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield urlsplit(json.loads(process.stdout.readline())["url"]).netloc
+        finally:
+            process.send_signal(signal.SIGKILL)

@@ -1,0 +1,207 @@
+"""A transport between genapi and servers, which lets chosen calls go wrong.
+
+The rule of this file: the servers are what they are. A call is lost before or after it acts, or
+answered in its place; a process dies before or after it; everything else passes as it is.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+import anyio
+
+from genapi.errors import TransportError
+from genapi.transports.base import StreamReply, Transport
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = ("Action", "Meddling", "Trouble")
+
+Action = Literal[
+    "refuse",
+    "error",
+    "lose_reply",
+    "garble",
+    "never_answer",
+    "answer_late",
+    "die_before",
+    "die_after",
+    "break_off",
+]
+"""`refuse`: connection refused. `error`: another answer, and the call never arrives. `lose_reply`:
+the server acts, nobody hears of it. `garble`: it acts, and the answer is no JSON. `never_answer`:
+it never arrives, and nobody says so. `answer_late`: the answer comes `late_s` after its time.
+`die_before`, `die_after`: the process is killed before it acts, or before its answer is out.
+`break_off`: a streamed answer ends in the middle."""
+
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_JSON: Final[Mapping[str, str]] = MappingProxyType({"content-type": "application/json"})
+_INJECTED: Final = (
+    '{"error":{"message":"injected","type":"InternalServerError","param":null,"code":500}}'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """One call that goes wrong.
+
+    Attributes:
+        worker: whose.
+        path: which route; None = all of them.
+        action: how.
+        nth: which call to it from now on; 0 = every one.
+        status: of an answer in its place.
+        body: of an answer in its place.
+        late_s: how late an answer is.
+        pieces: of a stream that breaks off.
+    """
+
+    worker: int
+    path: str | None
+    action: Action
+    nth: int = 1
+    status: int = 500
+    body: str = _INJECTED
+    late_s: float = 0.05
+    pieces: int = 4
+
+
+class Meddling:
+    """See the module. `kill` ends the process of one worker.
+
+    Attributes:
+        calls: address and path of every call, in order.
+    """
+
+    def __init__(
+        self, inner: Transport, addresses: tuple[str, ...], kill: Callable[[int], None]
+    ) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._inner = inner
+        self._addresses = addresses
+        self._kill = kill
+        self._troubles: dict[Trouble, int] = {}
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the servers are objects in this process."""
+        return self._inner.in_process
+
+    def add(self, trouble: Trouble) -> None:
+        """Let a later call go wrong."""
+        self._troubles[trouble] = trouble.nth
+
+    def clear(self) -> None:
+        """Let nothing more go wrong."""
+        self._troubles.clear()
+
+    def sent(self, path: str) -> int:
+        """How many calls went to a route."""
+        return sum(called == path for _, called in self.calls)
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> HTTPReply:
+        """The whole answer, or what became of it."""
+        trouble = self._next(base_url, call)
+        if trouble is None:
+            return await self._inner.send(base_url, call, headers=headers)
+        instead = await self._before(trouble, base_url, call)
+        if instead is not None:
+            return instead
+        reply = await self._inner.send(base_url, call, headers=headers)
+        return await self._after(trouble, reply)
+
+    @asynccontextmanager
+    async def stream(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> AsyncIterator[StreamReply]:
+        """The answer while it arrives, or what became of it."""
+        trouble = self._next(base_url, call)
+        instead = None if trouble is None else await self._before(trouble, base_url, call)
+        if instead is not None:
+            yield _whole(instead)
+            return
+        async with self._inner.stream(base_url, call, headers=headers) as reply:
+            if trouble is None:
+                yield reply
+            elif trouble.action == "break_off":
+                yield StreamReply(
+                    status=reply.status,
+                    headers=reply.headers,
+                    chunks=_broken(reply.chunks, trouble.pieces, reply.url),
+                    framed=reply.framed,
+                    url=reply.url,
+                )
+            else:
+                answer = HTTPReply(reply.status, b"", reply.headers, reply.url)
+                after = await self._after(trouble, answer)
+                yield reply if after is answer else _whole(after)
+
+    async def aclose(self) -> None:
+        """Close what it stands in front of."""
+        await self._inner.aclose()
+
+    def _next(self, base_url: str, call: HTTPCall) -> Trouble | None:
+        self.calls.append((base_url, call.path))
+        found = None
+        for trouble, left in [*self._troubles.items()]:
+            here = self._addresses[trouble.worker] in base_url
+            if not here or trouble.path not in (None, call.path):
+                continue
+            if trouble.nth:
+                self._troubles[trouble] = left - 1
+            if left <= 1 and found is None:
+                found = trouble
+                if trouble.nth:
+                    del self._troubles[trouble]
+        return found
+
+    async def _before(self, trouble: Trouble, base_url: str, call: HTTPCall) -> HTTPReply | None:
+        url = base_url + call.path
+        match trouble.action:
+            case "error":
+                return HTTPReply(trouble.status, trouble.body.encode(), _JSON, url)
+            case "refuse":
+                lost = TransportError(f"{url}: refused", phase="not_sent", url=url)
+                raise lost from ConnectionRefusedError()
+            case "never_answer":
+                await anyio.sleep_forever()
+            case "die_before":
+                self._kill(trouble.worker)
+        return None
+
+    async def _after(self, trouble: Trouble, reply: HTTPReply) -> HTTPReply:
+        match trouble.action:
+            case "garble":
+                return HTTPReply(200, b"<html>upstream", _JSON, reply.url)
+            case "answer_late":
+                await anyio.sleep(trouble.late_s)
+            case "lose_reply" | "die_after":
+                if trouble.action == "die_after":
+                    self._kill(trouble.worker)
+                raise TransportError(f"{reply.url}: lost", phase="may_have_run", url=reply.url)
+        return reply
+
+
+def _whole(reply: HTTPReply) -> StreamReply:
+    return StreamReply(
+        status=reply.status,
+        headers=reply.headers,
+        chunks=_once(reply.body),
+        framed=True,
+        url=reply.url or "",
+    )
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+async def _broken(chunks: AsyncIterator[bytes], pieces: int, url: str) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield chunk
+        pieces -= 1
+        if not pieces:
+            raise TransportError(f"{url}: connection reset", phase="answered", url=url)

@@ -1,0 +1,52 @@
+"""The capability matrix: the manifest and the profiles as a page's table."""
+
+from collections.abc import Sequence
+
+from .manifest import MANIFEST
+from .stand import Profile
+
+__all__ = ("capabilities",)
+
+_AREAS = {
+    "ready": "Discovery",
+    "generate": "Requests",
+    "stream": "Streams",
+    "abort": "Aborts",
+    "fault": "Failures of a call",
+    "version": "Versions",
+    "publish": "Publications",
+}
+
+
+def capabilities(profiles: Sequence[Profile]) -> str:
+    """What each provider shows, by area, and what it does not, with the reason."""
+    names = [profile.provider for profile in profiles]
+    head = ["behaviour", "what is true", *names, "shown on"]
+    parts: list[str] = []
+    for area, title in _AREAS.items():
+        rows = [behaviour for behaviour in MANIFEST if behaviour.id.startswith(f"{area}:")]
+        cells = [
+            [
+                f"`{row.id}`",
+                row.sentence,
+                *("no" if row.id in profile.excluded else "yes" for profile in profiles),
+                ", ".join(name for name in ("memory", "socket", "real") if row.runs_on(name)),
+            ]
+            for row in rows
+        ]
+        parts += [f"## {title}", _table([head, *cells])]
+    reasons = [
+        [f"`{name}`", profile.provider, reason]
+        for profile in profiles
+        for name, reason in profile.excluded.items()
+    ]
+    parts += [
+        "## What a provider does not have",
+        _table([["behaviour", "provider", "why"], *reasons]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

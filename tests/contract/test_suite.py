@@ -1,0 +1,67 @@
+"""The contract suite on every provider that genapi brings, in memory and behind a socket."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from genapi.testing.contract import MANIFEST, PROFILES, Case, Memory, Profile, Socket, suite
+from genapi.testing.contract.bodies import BODIES, shows
+from tests.conftest import is_case_id
+from tests.support.cases import marked
+
+pytestmark = pytest.mark.anyio
+
+DOCS = Path(__file__).parents[2] / "docs"
+MEMORY, SOCKET = Memory(), Socket()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    """What the socket carrier starts ends with this module."""
+    with SOCKET:
+        yield
+
+
+@pytest.mark.parametrize("case", marked(suite(PROFILES, [MEMORY])))
+async def test_in_memory(case: Case) -> None:
+    await case.run()
+
+
+@pytest.mark.parametrize("case", marked(suite(PROFILES, [SOCKET])))
+async def test_behind_a_socket(case: Case) -> None:
+    await case.run()
+
+
+# the manifest
+
+
+def test_every_behaviour_has_one_id_and_one_body() -> None:
+    ids = [behaviour.id for behaviour in MANIFEST]
+    assert sorted(ids) == sorted(BODIES)
+    assert all(re.fullmatch(r"[a-z]+:[a-z]+(-[a-z]+)*", name) for name in ids)
+
+
+def test_a_body_without_an_id_of_its_own_is_refused() -> None:
+    for name in ("publish:nothing", MANIFEST[0].id):
+        with pytest.raises(ValueError, match=name):
+            shows(name)
+
+
+@pytest.mark.parametrize("excluded", [{"publish:nothing": "why"}, {"publish:commit": " "}])
+def test_an_exclusion_without_a_behaviour_or_a_reason_is_refused(excluded: dict[str, str]) -> None:
+    profile = Profile(provider="x", paths={}, logprobs_mode="raw", excluded=excluded)
+    with pytest.raises(ValueError, match="x: excluded"):
+        suite([profile], [MEMORY])
+
+
+def test_every_behaviour_names_a_page_of_the_docs_or_a_report() -> None:
+    for behaviour in MANIFEST:
+        assert is_case_id(behaviour.source) or (DOCS / behaviour.source).is_file()
+
+
+def test_every_behaviour_is_shown_by_some_provider_on_every_carrier_that_it_has() -> None:
+    shown = {(case.behaviour.id, case.carrier.name) for case in suite(PROFILES, [MEMORY, SOCKET])}
+    wanted = {(b.id, name) for b in MANIFEST for name in ("memory", "socket") if b.runs_on(name)}
+    assert shown == wanted
