@@ -227,7 +227,10 @@ def checked(item: Item, limits: Limits) -> Sampling:
         min_p=values["min_p"],
         seed=(_DEFAULT_SEED if seed is None else seed) if limits.seeded else None,
         stop=_texts(params.get("stop")),
-        stop_token_ids=tuple(params.get("stop_token_ids") or ()),
+        # who goes on past the end token goes on past every other
+        stop_token_ids=()
+        if params.get("ignore_eos")
+        else tuple(params.get("stop_token_ids") or ()),
         ignore_eos=bool(params.get("ignore_eos")),
         min_tokens=int(values["min_new_tokens"]),
         logprobs=item.top_logprobs_num if item.return_logprob else None,

@@ -63,12 +63,11 @@ def test_every_value_that_shapes_the_draw_is_sent_at_its_default() -> None:
 
 
 def test_every_other_value_arrives_in_sglangs_words() -> None:
-    asked = request(
-        top_k=5, seed=0, stop=("END",), stop_token_ids=[7], logit_bias={5: -1.5}, ignore_eos=True
-    )
+    asked = request(top_k=5, seed=0, stop=("END",), stop_token_ids=[7], logit_bias={5: -1.5})
     wire = sent(asked.model_copy(update={"priority": -2}))
     sampling = wire["sampling_params"]
-    assert (sampling["top_k"], sampling["sampling_seed"], sampling["ignore_eos"]) == (5, 0, True)
+    assert (sampling["top_k"], sampling["sampling_seed"]) == (5, 0)
+    assert sent(request(ignore_eos=True))["sampling_params"]["ignore_eos"] is True
     assert (sampling["stop"], sampling["stop_token_ids"]) == (["END"], [7])
     assert sampling["logit_bias"] == {"5": -1.5}
     assert wire["priority"] == -2
@@ -135,6 +134,7 @@ def test_a_stream_is_asked_for_with_the_same_body() -> None:
     ("sampling", "remedy"),
     [
         ({"bad_words": ("no",)}, "logit_bias"),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, "leave one of them out"),
         ({"structured_output": StructuredOutput(choice=("a", "b"))}, "use regex"),
     ],
 )

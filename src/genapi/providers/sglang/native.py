@@ -29,6 +29,11 @@ def check_sampling(sampling: SamplingParams) -> None:
         UnsupportedError: SGLang has nothing like it.
         ConfigError: a seed is out of range.
     """
+    if sampling.ignore_eos and len(sampling.stop_token_ids):
+        raise UnsupportedError(
+            "with ignore_eos=True SGLang goes on past stop_token_ids as well; leave one of them "
+            "out, or forbid the end token by logit_bias"
+        )
     if sampling.bad_words:
         raise UnsupportedError(
             "SGLang has no bad_words; use logit_bias on their ids, or structured_output"
