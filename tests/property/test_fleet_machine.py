@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import anyio
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -29,8 +31,16 @@ from hypothesis.stateful import (
 import genapi
 from genapi import GenerateRequest, PolicyVersion, SamplingParams, WeightPublisher
 from genapi.board import MemoryBoard
-from genapi.embedded import Cluster, EngineConfig, Fault, FaultPlan, VllmConfig, Worker
-from genapi.embedded.engine import Pause
+from genapi.embedded import (
+    Cluster,
+    EngineConfig,
+    Fault,
+    FaultPlan,
+    SglangConfig,
+    VllmConfig,
+    Worker,
+)
+from genapi.embedded.protocol import ServerConfig
 from genapi.events import Event, PhaseEnded, RequestEnded
 from genapi.membership import Membership
 from genapi.publication.table import Phase
@@ -67,29 +77,73 @@ TIMEOUTS = PublishTimeouts(
 LONGEST_S = 4.0
 PUBLICATION_S = LONGEST_S * len(Phase)
 
-PATHS = (
-    "/health",
-    "/server_info",
-    "/weight_info",
-    "/is_paused",
-    "/pause",
-    "/resume",
-    "/reset_prefix_cache",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/update_weight_version",
-    "/inference/v1/generate",
-)
 ERROR_INSIDE = '{"error":{"message":"inside","type":"InternalServerError","code":500}}'
 
 
-def faults() -> st.SearchStrategy[Fault]:
+@dataclass(frozen=True)
+class Speaks:
+    """A protocol: its servers, its routes, and what it can do."""
+
+    name: str
+    config: ServerConfig
+    paths: tuple[str, ...]
+    update: str
+    refused_flush: Fault
+    modes: tuple[str, ...]
+
+
+VLLM = Speaks(
+    name="vllm",
+    config=VllmConfig(),
+    paths=(
+        "/health",
+        "/server_info",
+        "/weight_info",
+        "/is_paused",
+        "/pause",
+        "/resume",
+        "/reset_prefix_cache",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+        "/inference/v1/generate",
+    ),
+    update="/update_weights",
+    refused_flush=Fault("/reset_prefix_cache", "error", status=200, body='{"success":false}'),
+    modes=("keep", "drain", "abort"),
+)
+SGLANG = Speaks(
+    name="sglang",
+    config=SglangConfig(),
+    paths=(
+        "/ping",
+        "/ready",
+        "/server_info",
+        "/model_info",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        "/update_weight_version",
+        "/generate",
+    ),
+    update="/update_weights_from_distributed",
+    refused_flush=Fault("/flush_cache", "error", status=400, body="Flush cache failed.\n"),
+    modes=("keep", "abort"),
+)
+
+
+def faults(speaks: Speaks) -> st.SearchStrategy[Fault]:
     """What may go wrong with one call."""
     any_call = st.builds(
         Fault,
-        path=st.sampled_from(PATHS),
+        path=st.sampled_from(speaks.paths),
         action=st.sampled_from(
             (
                 "lose_reply",
@@ -106,28 +160,25 @@ def faults() -> st.SearchStrategy[Fault]:
     )
     late = st.builds(
         Fault,
-        path=st.sampled_from(PATHS),
+        path=st.sampled_from(speaks.paths),
         action=st.just("answer_late"),
         nth=st.integers(1, 2),
         delay_s=st.sampled_from((LATE_S, 3 * LATE_S)),
     )
     inside = st.builds(
         Fault,
-        path=st.sampled_from(PATHS),
+        path=st.sampled_from(speaks.paths),
         action=st.just("error"),
         status=st.just(200),
         body=st.just(ERROR_INSIDE),
     )
-    refused_flush = st.just(
-        Fault("/reset_prefix_cache", "error", status=200, body='{"success":false}')
-    )
     peer_lost = st.builds(
         Fault,
-        path=st.just("/update_weights"),
+        path=st.just(speaks.update),
         action=st.just("peer_lost"),
         after_tensors=st.integers(0, 2),
     )
-    return st.one_of(any_call, late, inside, refused_flush, peer_lost)
+    return st.one_of(any_call, late, inside, st.just(speaks.refused_flush), peer_lost)
 
 
 @dataclass(eq=False)
@@ -157,9 +208,9 @@ class Ask:
 class Watched:
     """A worker whose engine is looked at whenever it is about to make tokens."""
 
-    def __init__(self, index: int, loop: SimulatedLoop) -> None:
+    def __init__(self, index: int, loop: SimulatedLoop, speaks: Speaks) -> None:
         self.worker = Worker(
-            VllmConfig(),
+            speaks.config,
             EngineConfig(step_s=STEP_S, rpc_s=RPC_S),
             clock=LoopClock(loop, self.look),
             index=index,
@@ -198,9 +249,10 @@ class Watched:
 class World:
     """The workers, the fleets over them, and all that is under way. Runs in its own loop."""
 
-    def __init__(self, *, has_board: bool) -> None:
+    def __init__(self, speaks: Speaks, *, has_board: bool) -> None:
         self.loop = SimulatedLoop()
-        self.watched = [Watched(index, self.loop) for index in range(WORKERS)]
+        self.speaks = speaks
+        self.watched = [Watched(index, self.loop, speaks) for index in range(WORKERS)]
         self.cluster: Cluster
         self.board = MemoryBoard() if has_board else None
         self.fleets: list[genapi.Fleet] = []
@@ -228,7 +280,7 @@ class World:
         await self.cluster.open()
         for number in range(FLEETS):
             fleet = genapi.connect(
-                "embedded://",
+                f"embedded://?protocol={self.speaks.name}",
                 transport=MemoryTransport(self.cluster),
                 run="r",
                 board=self.board,
@@ -388,7 +440,7 @@ class World:
         assert not self.wrong, self.wrong
         for index, watched in enumerate(self.watched):
             engine = watched.worker.engine
-            if watched.worker.alive and engine.error is None and engine.pause_state is Pause.NONE:
+            if watched.worker.alive and engine.error is None and not watched.worker.holds:
                 watched.judge("runs")
             assert not watched.wrong, f"worker {index}: {watched.wrong}"
         for number, fleet in enumerate(self.fleets):
@@ -412,7 +464,7 @@ class World:
         for watched, member in zip(self.watched, membership.members.values(), strict=True):
             worker = watched.worker
             known = member.id is not None and member.id.instance == worker.instance_id
-            serves = worker.alive and worker.engine.pause_state is Pause.NONE
+            serves = worker.alive and not worker.holds
             # Where it is paused a request waits, and who has not read it may send it one.
             if known and serves and member in membership.usable():
                 held = watched.version
@@ -469,12 +521,16 @@ class FleetMachine(RuleBasedStateMachine):
 
     world: World
 
+    def __init__(self, speaks: Speaks) -> None:
+        super().__init__()
+        self.speaks = speaks
+
     @initialize(has_board=st.booleans())
     def open(self, has_board: bool) -> None:
-        self.world = World(has_board=has_board)
+        self.world = World(self.speaks, has_board=has_board)
         self.world.run(self.world.open)
 
-    @rule(worker=WORKER, fault=faults())
+    @rule(worker=WORKER, fault=st.runner().flatmap(lambda machine: faults(machine.speaks)))
     def something_will_go_wrong(self, worker: int, fault: Fault) -> None:
         self.world.watched[worker].worker.faults.add(fault)
 
@@ -489,7 +545,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(
         fleet=FLEET,
         again=st.booleans(),
-        mode=st.sampled_from(("keep", "drain", "abort")),
+        mode=st.runner().flatmap(lambda machine: st.sampled_from(machine.speaks.modes)),
         prefix_cache=st.sampled_from(("salt", "flush")),
         turns=st.integers(0, 60),
     )
@@ -570,5 +626,16 @@ class FleetMachine(RuleBasedStateMachine):
             world.loop.close()
 
 
-def test_whatever_fails_nobody_serves_what_was_not_proved() -> None:
-    run_state_machine_as_test(FleetMachine)
+@pytest.mark.parametrize("speaks", [VLLM, SGLANG], ids=lambda speaks: speaks.name)
+def test_whatever_fails_nobody_serves_what_was_not_proved(speaks: Speaks) -> None:
+    class Machine(FleetMachine):
+        def __init__(self) -> None:
+            super().__init__(speaks)
+
+    fewer = 1 if speaks is VLLM else 4  # the client under it is the same
+    examples = settings(
+        max_examples=settings().max_examples // fewer,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Machine, settings=examples)

@@ -7,11 +7,12 @@ old keys and values be used, the same check has to fail, and the trace has to sa
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.abc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import genapi
@@ -23,24 +24,43 @@ from genapi.transports.memory import MemoryTransport
 from tests.support.embedded_oracle import fresh, mismatches, replay, step_of, weights_of
 from tests.support.simulated import LoopClock, simulate
 
-PLANS = (
-    PausePlan("keep", "recompute", "flush"),
-    PausePlan("keep", "recompute", "salt"),
-    PausePlan("keep", "stale", "salt"),
-    PausePlan("keep", "stale", "stale"),
-    PausePlan("drain", "recompute", "flush"),
-    PausePlan("drain", "recompute", "salt"),
-    PausePlan("drain", "recompute", "stale"),
-    PausePlan("abort", "recompute", "flush"),
-    PausePlan("abort", "recompute", "salt"),
-    PausePlan("abort", "recompute", "stale"),
+PLANS = {
+    "vllm": (
+        PausePlan("keep", "recompute", "flush"),
+        PausePlan("keep", "recompute", "salt"),
+        PausePlan("keep", "stale", "salt"),
+        PausePlan("keep", "stale", "stale"),
+        PausePlan("drain", "recompute", "flush"),
+        PausePlan("drain", "recompute", "salt"),
+        PausePlan("drain", "recompute", "stale"),
+        PausePlan("abort", "recompute", "flush"),
+        PausePlan("abort", "recompute", "salt"),
+        PausePlan("abort", "recompute", "stale"),
+    ),
+    "sglang": (
+        PausePlan("keep", "recompute", "flush"),
+        PausePlan("keep", "recompute", "salt"),
+        PausePlan("keep", "stale", "salt"),
+        PausePlan("keep", "stale", "stale"),
+        PausePlan("abort", "recompute", "flush"),
+        PausePlan("abort", "recompute", "salt"),
+        PausePlan("abort", "recompute", "stale"),
+    ),
+}
+"""What each engine can carry out, by its protocol."""
+
+VLLM, SILENT, SGLANG = (
+    {"protocol": "vllm", "version": "0.32.0"},
+    {"protocol": "vllm", "version": "0.31.0"},
+    {"protocol": "sglang"},
 )
-"""What vLLM can carry out."""
+"""Servers; the replies of the second name no versions."""
 
-CLEAN = [plan for plan in PLANS if "stale" not in (plan.in_flight_kv, plan.prefix_cache)]
 
-SPEAKING, SILENT = "0.32.0", "0.31.0"
-"""A vLLM whose replies name their versions, and one whose replies do not."""
+def clean(plans: Sequence[PausePlan]) -> list[PausePlan]:
+    """Those that leave nothing stale."""
+    return [plan for plan in plans if "stale" not in (plan.in_flight_kv, plan.prefix_cache)]
+
 
 MOMENTS = (None, "preflight", "group", "pause", "mark", "transfer", "finish", "resume", "probe")
 """None: the time before a publication, after the one before it."""
@@ -132,12 +152,17 @@ class Play:
 
 
 async def played(
-    publications: Iterable[Publication], *, workers: int, version: str, last: Sequence[Ask] = ()
+    publications: Iterable[Publication],
+    *,
+    workers: int,
+    servers: Mapping[str, str],
+    last: Sequence[Ask] = (),
 ) -> list[Heard]:
     """The replies to all requests, the publications one after the other."""
     clock = LoopClock()
-    cluster = Cluster.from_query({"workers": str(workers), "version": version}, clock)
-    fleet = genapi.connect("embedded://", transport=MemoryTransport(cluster), run="r")
+    cluster = Cluster.from_query({"workers": str(workers), **servers}, clock)
+    target = f"embedded://?protocol={servers['protocol']}"
+    fleet = genapi.connect(target, transport=MemoryTransport(cluster), run="r")
     async with fleet:
         await fleet.wait_ready(timeout_s=5)
         async with anyio.create_task_group() as group:
@@ -206,25 +231,46 @@ def check_interval(heard: Heard) -> None:
             assert fresh(span.lo.step, heard.prompt, output.token_ids) == list(output.token_ids)
 
 
-@pytest.mark.timeout(300)
-@given(
-    publications=st.one_of(publications_of(CLEAN), publications_of(PLANS)),
-    last=st.lists(ASKS, max_size=2),
-    workers=st.integers(1, 2),
-    version=st.sampled_from((SPEAKING, SPEAKING, SILENT)),
-)
-def test_every_token_is_what_the_weights_and_the_context_of_its_trace_make(
-    publications: list[Publication], last: list[Ask], workers: int, version: str
+def plays(servers: Mapping[str, str]) -> st.SearchStrategy[tuple[Mapping[str, str], Any]]:
+    plans = PLANS[servers["protocol"]]
+    drawn = st.one_of(publications_of(clean(plans)), publications_of(plans))
+    return st.tuples(st.just(servers), drawn)
+
+
+def judged(
+    play: tuple[Mapping[str, str], list[Publication]], last: list[Ask], workers: int
 ) -> None:
+    servers, publications = play
     plans = {step: publication.plan for step, publication in enumerate(publications, start=1)}
-    heard = simulate(lambda: played(publications, workers=workers, version=version, last=last))
+    heard = simulate(lambda: played(publications, workers=workers, servers=servers, last=last))
     for one in heard:
-        if version == SILENT:
+        if servers == SILENT:
             check_interval(one)
         else:
             check(one, plans)
-            if all(plan in CLEAN for plan in plans.values()):
+            if len(clean(list(plans.values()))) == len(plans):
                 assert mismatches(one.prompt, one.reply.output) == 0
+
+
+@pytest.mark.timeout(300)
+@given(
+    play=st.sampled_from((VLLM, VLLM, SILENT)).flatmap(plays),
+    last=st.lists(ASKS, max_size=2),
+    workers=st.integers(1, 2),
+)
+def test_every_token_of_a_vllm_is_what_the_weights_and_the_context_of_its_trace_make(
+    play: tuple[Mapping[str, str], list[Publication]], last: list[Ask], workers: int
+) -> None:
+    judged(play, last, workers)
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=settings().max_examples // 3)  # the client under it is the same
+@given(play=plays(SGLANG), last=st.lists(ASKS, max_size=2), workers=st.integers(1, 2))
+def test_every_token_of_an_sglang_is_what_the_weights_and_the_context_of_its_trace_make(
+    play: tuple[Mapping[str, str], list[Publication]], last: list[Ask], workers: int
+) -> None:
+    judged(play, last, workers)
 
 
 # The same check must be able to fail: between unrelated weights every prompt differs.
@@ -232,13 +278,17 @@ def test_every_token_is_what_the_weights_and_the_context_of_its_trace_make(
 CONTROL = [Ask(prefix=n % 2, tokens=120, streams=n > 1) for n in range(4)]
 
 
+engines = pytest.mark.parametrize("servers", [VLLM, SGLANG], ids=lambda one: one["protocol"])
+
+
+@engines
 @pytest.mark.parametrize("prefix_cache", ["salt", "stale"])
 def test_keys_and_values_left_stale_in_flight_are_found_and_the_trace_is_impure(
-    prefix_cache: str,
+    prefix_cache: str, servers: Mapping[str, str]
 ) -> None:
     plan = PausePlan("keep", "stale", "salt" if prefix_cache == "salt" else "stale")
     publication = Publication(plan, {None: CONTROL})
-    for one in simulate(lambda: played([publication], workers=2, version=SPEAKING)):
+    for one in simulate(lambda: played([publication], workers=2, servers=servers)):
         trace = one.reply.output.policy
         assert [step_of(span.lo) for span in trace.spans] == [0, 1]
         assert trace.spans[1].context != trace.spans[1].lo
@@ -246,14 +296,23 @@ def test_keys_and_values_left_stale_in_flight_are_found_and_the_trace_is_impure(
         assert mismatches(one.prompt, one.reply.output) > 0
 
 
-@pytest.mark.parametrize("mode", ["drain", "abort"])
-def test_a_stale_prefix_that_is_reused_is_found_and_the_trace_is_impure(mode: str) -> None:
-    plan = PausePlan("drain" if mode == "drain" else "abort", "recompute", "stale")
+@pytest.mark.parametrize(
+    ("servers", "plan"),
+    [
+        (VLLM, PausePlan("drain", "recompute", "stale")),
+        (VLLM, PausePlan("abort", "recompute", "stale")),
+        (SGLANG, PausePlan("abort", "recompute", "stale")),
+    ],
+    ids=["vllm-drain", "vllm-abort", "sglang-abort"],
+)
+def test_a_stale_prefix_that_is_reused_is_found_and_the_trace_is_impure(
+    servers: Mapping[str, str], plan: PausePlan
+) -> None:
     prime: dict[str | None, list[Ask]] = {None: [Ask(prefix=0, tokens=1), Ask(prefix=1, tokens=1)]}
     # The first one takes the salt off the requests, so that the second leaves entries to find.
     publications = [Publication(plan), Publication(plan, prime)]
     later = [Ask(prefix=0), Ask(prefix=1, streams=True)]
-    heard = simulate(lambda: played(publications, workers=1, version=SPEAKING, last=later))
+    heard = simulate(lambda: played(publications, workers=1, servers=servers, last=later))
     assert [len(one.reply.output.token_ids) for one in heard] == [1, 1, 60, 60]
     for one in heard[2:]:
         output = one.reply.output

@@ -25,6 +25,11 @@ class Identity:
 class Server(Protocol):
     """The API server of one process."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether requests that come now wait, for a resume."""
+        ...
+
     async def handle(self, call: Call, fault: Fault | None) -> Reply:
         """Answer one call; `fault` is one that only the protocol can act out.
 

@@ -291,6 +291,11 @@ class SglangServer:
         )
         self._endpoints = self._table()
 
+    @property
+    def holds(self) -> bool:
+        """Whether requests wait at the gate; after an abort the scheduler itself goes on."""
+        return self._gate.shut
+
     async def handle(self, call: Call, fault: Fault | None) -> Reply:
         """Answer one call as the real server would.
 

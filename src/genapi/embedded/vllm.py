@@ -81,6 +81,11 @@ class VllmServer:
         )
         self._routes = self._table(config)
 
+    @property
+    def holds(self) -> bool:
+        """Whether requests wait for a resume."""
+        return self._engine.pause_state is not Pause.NONE
+
     async def handle(self, call: Call, fault: Fault | None) -> Reply:
         """Answer one call as the real server would.
 

@@ -73,6 +73,11 @@ class Worker:
         """The engine of the current process, for looking at in tests."""
         return self._process.engine
 
+    @property
+    def holds(self) -> bool:
+        """Whether it was paused: requests that come now wait."""
+        return self._process.server.holds
+
     async def handle(self, call: Call) -> Reply:
         """Answer one call. Cancelling it is a client that went away.
 
