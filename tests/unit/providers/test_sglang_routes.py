@@ -25,16 +25,15 @@ from tests.support.sglang_wire import (
     LENGTH,
     PROVIDER,
     STOP,
-    context,
     decode,
     load,
     output,
     recorded,
     request,
-    sse,
     stream,
 )
 from tests.support.transcripts import play
+from tests.support.wire import context, sse
 
 BADA = [{"role": "user", "content": "bada"}]
 TOOLS = load("openai_chat_tool_required")["request"]["json"]["tools"]

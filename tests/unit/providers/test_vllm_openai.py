@@ -21,7 +21,8 @@ from genapi.providers.base import Capabilities
 from genapi.providers.vllm import Options
 from genapi.wire.http import HTTPReply
 from tests.support.transcripts import Exchange, exchange, exchanges
-from tests.support.vllm_wire import PROVIDER, context, sse
+from tests.support.vllm_wire import PROVIDER
+from tests.support.wire import context, sse
 
 COMPLETIONS = "http://w1:8000/v1/completions"
 CHAT = "http://w1:8000/v1/chat/completions"

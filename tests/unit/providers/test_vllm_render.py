@@ -10,7 +10,8 @@ from genapi.providers.base import Capabilities
 from genapi.providers.vllm import Options
 from genapi.wire.http import HTTPCall, HTTPReply
 from tests.support.transcripts import exchange, play
-from tests.support.vllm_wire import PROVIDER, context, sse
+from tests.support.vllm_wire import PROVIDER
+from tests.support.wire import context, sse
 
 BADA = [{"role": "user", "content": "bada"}]
 TOOL = exchange("vllm", "62", "render chat, tools").json["tools"][0]
