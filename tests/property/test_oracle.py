@@ -258,7 +258,7 @@ def judged(
     last=st.lists(ASKS, max_size=2),
     workers=st.integers(1, 2),
 )
-def test_every_token_of_a_vllm_is_what_the_weights_and_the_context_of_its_trace_make(
+def test_every_token_is_what_the_weights_and_the_context_of_its_trace_make(
     play: tuple[Mapping[str, str], list[Publication]], last: list[Ask], workers: int
 ) -> None:
     judged(play, last, workers)
