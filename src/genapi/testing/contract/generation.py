@@ -87,7 +87,8 @@ async def _stop_id(rig: Rig) -> None:
     async with rig.stand() as s:
         free = (await s.fleet.generate(s.request())).output.token_ids
         stop = free[3]
-        out = (await s.fleet.generate(s.request(sampling={"stop_token_ids": [stop]}))).output
+        stops = {"stop_token_ids": [stop], "ignore_eos": False}
+        out = (await s.fleet.generate(s.request(sampling=stops))).output
         assert out.token_ids == free[: list(free).index(stop) + 1]
         assert out.finish_reason is FinishReason.STOP
         assert out.stop_reason == stop

@@ -1,10 +1,13 @@
 """Publications: the good path, and what is left of every way it may fail."""
 
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -22,6 +25,7 @@ __all__ = ()
 
 _INSIDE = '{"status":"error","message":"Worker must be paused"}'
 _CANCELLATIONS = 200
+_GATE_S = 30
 
 
 async def failed(p: WeightPublisher, step: int, source: Any) -> PublishReport:
@@ -88,18 +92,46 @@ async def _adopted(rig: Rig) -> None:
             await s.publisher().adopt(5)
 
 
+class _Gated:
+    """Weights that are gathered when the gate is opened, before anybody is paused."""
+
+    def __init__(self, inner: genapi.weights.WeightSource) -> None:
+        self.reached, self.gate = threading.Event(), threading.Event()
+        self._inner = inner
+
+    def manifest(self) -> Sequence[genapi.weights.TensorMeta]:
+        return self._inner.manifest()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        self.reached.set()
+        assert self.gate.wait(_GATE_S)
+        return iter(self._inner)
+
+
 @asynccontextmanager
 async def in_flight(
-    rig: Rig, seed: int = 1, **options: Any
+    rig: Rig, **options: Any
 ) -> AsyncIterator[tuple[Stand, genapi.GenerateResponse, PublishReport]]:
     """A reply that was under way while step 2 was published over step 1."""
     async with rig.stand() as s, s.publisher() as p:
         await p.publish(1, s.weights(0))  # from here on the transfer group stands
-        async with s.fleet.stream(s.request(tokens=s.carrier.long)) as events:
-            await anext(events)
-            report = await p.publish(2, s.weights(seed), **options)
-            reply = await finished(events)
-        yield s, reply, report
+        source, replies = _Gated(s.weights(1)), []
+
+        async def ask() -> None:
+            try:
+                async with s.fleet.stream(s.request(tokens=s.carrier.long)) as events:
+                    await anext(events)
+                    source.gate.set()
+                    replies.append(await finished(events))
+            finally:
+                source.gate.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(p.publish, 2, source, **options))
+            assert await anyio.to_thread.run_sync(source.reached.wait, _GATE_S)
+            await ask()
+        assert p.last_report is not None
+        yield s, replies[0], p.last_report
 
 
 @shows("publish:kept")
