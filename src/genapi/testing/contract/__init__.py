@@ -12,9 +12,10 @@ this process, processes behind a socket, real engines. `suite` makes the cases o
 """
 
 from .carriers import Memory, Socket
-from .manifest import MANIFEST, Behaviour
+from .manifest import MANIFEST, Behaviour, CarrierName
 from .meddling import Action, Meddling
 from .profiles import PROFILES
+from .shared import Shared
 from .stand import Carrier, Operation, Profile, Rig, Servers, Stand
 from .suite import Case, suite
 from .table import capabilities
@@ -25,6 +26,7 @@ __all__ = (
     "Action",
     "Behaviour",
     "Carrier",
+    "CarrierName",
     "Case",
     "Meddling",
     "Memory",
@@ -32,6 +34,7 @@ __all__ = (
     "Profile",
     "Rig",
     "Servers",
+    "Shared",
     "Socket",
     "Stand",
     "capabilities",
