@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from genapi.providers import registry
+
 from .manifest import MANIFEST
 from .stand import Profile
 
@@ -21,8 +23,8 @@ _AREAS = {
 def capabilities(profiles: Sequence[Profile]) -> str:
     """What each provider shows, by area, and what it does not, with the reason."""
     names = [profile.provider for profile in profiles]
+    parts = ["## How they differ by what they say of themselves", _facts(profiles)]
     head = ["behaviour", "what is true", *names, "shown on"]
-    parts: list[str] = []
     for area, title in _AREAS.items():
         rows = [behaviour for behaviour in MANIFEST if behaviour.id.startswith(f"{area}:")]
         cells = [
@@ -45,6 +47,29 @@ def capabilities(profiles: Sequence[Profile]) -> str:
         _table([["behaviour", "provider", "why"], *reasons]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _facts(profiles: Sequence[Profile]) -> str:
+    """What is data in a provider, and not a behaviour."""
+    admins = [registry.provider(profile.provider).admin for profile in profiles]
+    rows = [
+        ["", *(profile.provider for profile in profiles)],
+        ["scores of a server with its defaults", *(p.logprobs_mode for p in profiles)],
+        [
+            "the label comes with the end of the session",
+            *(_word(a.finish_sets_label) for a in admins),
+        ],
+        ["a label is written ahead of an update", *(_word(a.marks) for a in admins)],
+        [
+            "weights go to a receiver of the engine's own",
+            *(_word(a.receivers is not None) for a in admins),
+        ],
+    ]
+    return _table(rows)
+
+
+def _word(holds: bool) -> str:  # noqa: FBT001 - one value of a table
+    return "yes" if holds else "no"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
