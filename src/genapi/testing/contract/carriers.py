@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import cache
 from types import MappingProxyType
@@ -74,19 +74,30 @@ def _greedy(seed: int, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 class Memory(_Embedded):
-    """Servers of the embedded engine in this process, on a clock of their own."""
+    """Servers of the embedded engine in this process, on a clock of their own.
+
+    Args:
+        cluster: makes so many servers with these flags, where they speak a protocol that the
+            embedded engine does not; their engines are embedded ones.
+    """
 
     name: CarrierName = "memory"
     long = 600
     timeouts = _QUICK
+
+    def __init__(self, cluster: Callable[[int, Mapping[str, str]], Cluster] | None = None) -> None:
+        self._cluster = cluster
 
     @asynccontextmanager
     async def servers(
         self, profile: Profile, count: int, flags: Mapping[str, str]
     ) -> AsyncIterator[Servers]:
         """Servers that nobody else has."""
-        query = {"protocol": profile.provider, "workers": str(count), **flags}
-        cluster = Cluster.from_query(query)
+        if self._cluster is None:
+            query = {"protocol": profile.provider, "workers": str(count), **flags}
+            cluster = Cluster.from_query(query)
+        else:
+            cluster = self._cluster(count, flags)
         found = _InMemory(cluster, profile)
         try:
             yield found
