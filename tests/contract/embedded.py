@@ -13,25 +13,12 @@ from genapi import GenerateRequest, SamplingParams
 from genapi.embedded import Cluster, Fault
 from genapi.embedded import policy as embedded_policy
 from genapi.events import Event
+from genapi.testing.contract import carriers
 from genapi.transports.memory import MemoryTransport
-from genapi.types.config import PublishTimeouts
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 
-QUICK = PublishTimeouts(
-    preflight_s=2,
-    stage_s=2,
-    group_s=2,
-    pause_s=0.5,
-    confirm_s=0.5,
-    begin_s=0.5,
-    transfer_s=0.5,
-    finish_s=0.5,
-    label_s=0.5,
-    verify_s=0.5,
-    resume_s=0.5,
-    cleanup_s=1,
-)
+QUICK = carriers.QUICK
 """Bounds for engines that answer within microseconds unless a fault makes them hang."""
 
 

@@ -1,9 +1,9 @@
 """Cases of the contract suite as parameters, marked with the public reports that they are about."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from genapi.testing.contract import Case
 from tests.conftest import is_case_id
@@ -11,7 +11,7 @@ from tests.conftest import is_case_id
 __all__ = ("marked",)
 
 
-def marked(cases: Iterable[Case]) -> list[ParameterSet]:
+def marked(cases: Iterable[Case]) -> list[Any]:
     """One parameter for each case."""
     return [
         pytest.param(

@@ -23,10 +23,10 @@ from .manifest import CarrierName
 from .shared import Shared
 from .stand import Profile, Servers
 
-__all__ = ("Memory", "Socket")
+__all__ = ("QUICK", "Memory", "Socket")
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
-_QUICK: Final = PublishTimeouts(
+QUICK: Final = PublishTimeouts(
     preflight_s=2,
     stage_s=2,
     group_s=2,
@@ -83,7 +83,7 @@ class Memory(_Embedded):
 
     name: CarrierName = "memory"
     long = 600
-    timeouts = _QUICK
+    timeouts = QUICK
 
     def __init__(self, cluster: Callable[[int, Mapping[str, str]], Cluster] | None = None) -> None:
         self._cluster = cluster
