@@ -283,9 +283,10 @@ def _answered(tx: Transaction, worker: WorkerId, op: Op, answer: Answer) -> Step
     if not fails:
         return tx, ()
     error = f"{op} on {worker}: {answer.observed}: {answer.detail}"
-    if tx.row.breaks and before.group in tx.broken and answer.observed is Observed.LOST:
+    late = tx.row.breaks and before.group in tx.broken and answer.observed is Observed.LOST
+    if late and not tx.echo:
         # The others answer when their group breaks: it may be this one that held them up.
-        tx = replace(tx, error=error if tx.echo else f"{tx.error}; {error}", echo=False)
+        tx = replace(tx, error=f"{tx.error}; {error}")
     return _fail(tx, error, {before.group}, echo=answer.observed is Observed.PEER_LOST)
 
 
