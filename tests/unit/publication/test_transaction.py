@@ -621,3 +621,11 @@ def test_a_worker_that_holds_other_bytes_is_dirty_whatever_it_failed_of_before()
     }
     played = Played(script, tx=three())
     assert played.verdict(A) == VERDICTS[Seen(Op.READ, Observed.DIFFERS, Reached.SENT)]
+
+
+@pytest.mark.parametrize("op", [Op.CONFIRM, Op.MARK])
+def test_whoever_was_resumed_on_the_way_out_is_not_fenced_for_what_another_one_did(op: Op) -> None:
+    played = Played({(op, B): Answer(Observed.REFUSED)})
+    assert (Op.RESUME, A) in played.asked
+    assert played.verdict(A) == Verdict(Outcome.UNTOUCHED, Evidence.NOT_BEGUN, None)
+    assert played.fence(A) is None
