@@ -55,8 +55,9 @@ def check_adoptable(member: Member) -> None:
 async def _label(
     fleet: Fleet, url: str, version: PolicyVersion, *, timeouts: PublishTimeouts
 ) -> str | None:
-    control, admin = fleet.control, fleet.provider.admin
+    control = fleet.control
     member = fleet.membership.members[url]
+    admin = fleet.provider.administer(member.facts)
     if member.facts is not None:
         member.facts.capabilities.require("admin", where=url)
     if member.facts is None or member.facts.label != version.label:

@@ -49,7 +49,6 @@ class Asking:
     ) -> None:
         """Ask nothing yet."""
         self._fleet = fleet
-        self._admin: Admin = fleet.provider.admin
         self._members = members
         self._version = version
         self._plan = plan
@@ -73,7 +72,11 @@ class Asking:
             case Op.SHUT:
                 return await self._shut(worker)
             case _:
-                return await self.run(worker, op, self._plain[op](self, tx))
+                return await self.run(worker, op, self._plain[op](self, tx, self.admin(worker)))
+
+    def admin(self, worker: WorkerId) -> Admin:
+        """How that worker is administered."""
+        return self._fleet.provider.administer(self._members[worker].facts)
 
     async def run(self, worker: WorkerId, op: Op, flow: Flow[Answer]) -> Answer:
         """The answer of a worker to a flow of the provider's."""
@@ -104,7 +107,8 @@ class Asking:
         if fence is not None:
             # This process paused it itself, and a paused server cannot be told from a sleeping one.
             facts = replace(facts, asleep=False)
-        self._admin.check(self._plan, facts, backend=self._backend)
+        admin = self._fleet.provider.administer(facts)
+        admin.check(self._plan, facts, backend=self._backend)
         await self._check_levels(worker, facts)
         membership.learn(url, facts)
         return Answer(Observed.DONE, facts={"label": facts.label, "paused": facts.paused})
@@ -115,7 +119,8 @@ class Asking:
             url, limit_s = self._members[worker].url, self._timeouts.probe_s
             await self._probe.check(self._fleet, worker, url, facts, timeout_s=limit_s)
         if "checksum" in self._levels:
-            answer = await self.run(worker, Op.INSPECT, self._admin.has_checksum())
+            admin = self._fleet.provider.administer(facts)
+            answer = await self.run(worker, Op.INSPECT, admin.has_checksum())
             if not answer.done:
                 raise UnsupportedError(answer.detail)
 
@@ -128,25 +133,26 @@ class Asking:
             _, there = await self._who(worker, op)
             if there != worker:
                 return Answer(Observed.REFUSED, f"{there} answers in place of {worker}")
-        answer = await self.run(worker, op, self._admin.label(label))
+        answer = await self.run(worker, op, self.admin(worker).label(label))
         return replace(answer, facts={"label": label}) if answer.done else answer
 
     async def _read(self, worker: WorkerId, tx: Transaction) -> Answer:
         """Read the label back and, where it is this attempt's, what the worker holds."""
-        read = await self.run(worker, Op.READ, self._admin.read())
+        read = await self.run(worker, Op.READ, self.admin(worker).read())
         own = read.done and read.facts.get("label") == tx.label
         if not own or "checksum" not in self._levels:
             return read
-        sums = await self.run(worker, Op.READ, self._admin.checksum())
+        sums = await self.run(worker, Op.READ, self.admin(worker).checksum())
         return replace(sums, facts={**read.facts, **sums.facts})
 
     async def _shut(self, worker: WorkerId) -> Answer:
         """Pause it again, ending what it generates, and let its label say so to everybody."""
-        paused = await self.run(worker, Op.SHUT, self._admin.pause(PausePlan(mode="abort")))
-        if not paused.done or not self._admin.marks:
+        admin = self.admin(worker)
+        paused = await self.run(worker, Op.SHUT, admin.pause(PausePlan(mode="abort")))
+        if not paused.done or not admin.marks:
             return paused
         label = self._version.updating_label
-        answer = await self.run(worker, Op.SHUT, self._admin.label(label))
+        answer = await self.run(worker, Op.SHUT, admin.label(label))
         return replace(answer, facts={"label": label}) if answer.done else answer
 
     async def _probed(self, worker: WorkerId, tx: Transaction) -> Answer:
@@ -173,16 +179,16 @@ class Asking:
         facts = await self._fleet.inspect(member.url, known=member.facts, timeout_s=limit_s)
         return facts, self._fleet.membership.identify(member.url, facts)
 
-    _plain: Mapping[Op, Callable[["Asking", Transaction], Flow[Answer]]] = {
-        Op.PAUSE: lambda self, _tx: self._admin.pause(self._plan),
-        Op.CONFIRM: lambda self, _tx: self._admin.confirm(),
-        Op.HEAL: lambda self, _tx: self._admin.heal(),
-        Op.BEGIN: lambda self, _tx: self._admin.begin(),
-        Op.FINISH: lambda self, tx: self._admin.finish(
-            tx.label if self._admin.finish_sets_label else None
+    _plain: Mapping[Op, Callable[["Asking", Transaction, Admin], Flow[Answer]]] = {
+        Op.PAUSE: lambda self, _tx, admin: admin.pause(self._plan),
+        Op.CONFIRM: lambda _self, _tx, admin: admin.confirm(),
+        Op.HEAL: lambda _self, _tx, admin: admin.heal(),
+        Op.BEGIN: lambda _self, _tx, admin: admin.begin(),
+        Op.FINISH: lambda _self, tx, admin: admin.finish(
+            tx.label if admin.finish_sets_label else None
         ),
-        Op.RESUME: lambda self, _tx: self._admin.resume(self._plan),
-        Op.CLOSE: lambda self, _tx: self._admin.close(),
+        Op.RESUME: lambda self, _tx, admin: admin.resume(self._plan),
+        Op.CLOSE: lambda _self, _tx, admin: admin.close(),
     }
 
     def _limits(self) -> Mapping[Op, float]:

@@ -43,7 +43,7 @@ from genapi.routing import Routing, VersionGoneError
 from genapi.runs import AbortedError, Run, Sending
 from genapi.transports.base import StreamReply, Transport
 from genapi.types.config import FleetConfig
-from genapi.types.ids import TokenIds
+from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import PolicyTrace
 from genapi.types.request import GenerateRequest
 from genapi.types.response import (
@@ -105,6 +105,7 @@ class Client:
         self._headers = headers
         self._abort_headers = abort_headers
         self._observe = observe
+        self._can_abort = bool(provider.abort(["genapi"]))
         self._slots = anyio.Semaphore(config.max_in_flight) if config.max_in_flight else None
         self._runs: dict[str, list[Run]] = {}
 
@@ -137,9 +138,13 @@ class Client:
     async def _exchange(self, run: Run) -> GenerateResponse:
         while True:
             async with self._sending(run, stream=False) as (sending, call, context):
-                reply = await self._transport.send(
-                    sending.url, call, headers=self._headers(sending.url)
-                )
+                reply: HTTPReply | None = None
+                with self._cutting(sending):
+                    reply = await self._transport.send(
+                        sending.url, call, headers=self._headers(sending.url)
+                    )
+                if reply is None:
+                    raise AbortedError
                 response = await self._refined(run, self._provider.decode(reply, context), context)
                 return self._finish(run, response)
 
@@ -312,7 +317,9 @@ class Client:
             salted=membership.committed if membership.salted else None,
             model=self._model(capable),
             outputs=request.sampling.n,
-            before=self._versions.before(request, member),
+            before=self._versions.before(request, None if self._routing.is_routed else member),
+            aborts=membership.aborts,
+            pin=self._routing.pin(member),
         )
         run.current = sending
         return sending, capable
@@ -328,6 +335,7 @@ class Client:
             model=sending.model,
             salt=self._membership.salt,
             stream=stream,
+            pin=sending.pin,
         )
         mode = _agreed(known.logprobs_mode for known in capable)
         context = DecodeContext(
@@ -429,7 +437,9 @@ class Client:
             )
         )
         died = isinstance(error, ProviderError) and error.code == "engine_dead"
-        if member is not None and (died or isinstance(error, TransportError)):
+        lost = isinstance(error, TransportError) and sending.url == (member and member.url)
+        gone = isinstance(error, ProviderError) and error.code == "no_worker"
+        if member is not None and (died or lost or gone):
             member.suspect = True
         cause = TransportError(str(error), phase="may_have_run") if died else error
         wait_s = self._wait_s(cause, attempt=len(run.attempts))
@@ -448,7 +458,7 @@ class Client:
         sending = run.current
         assert sending is not None  # noqa: S101 - a reply has a sending
         self._heed(sending.remarks)
-        worker = sending.worker or response.worker
+        worker = self._named(response.worker) or sending.worker
         attempt = Attempt(wire_id=sending.wire_id, worker=worker)
         rules, salted = self._membership.rules, sending.salted
         outputs = tuple(
@@ -458,10 +468,16 @@ class Client:
         return response.model_copy(
             update={
                 "worker": worker,
+                "prefill_worker": self._named(response.prefill_worker),
                 "attempts": (*run.attempts, attempt),
                 "outputs": outputs,
             }
         )
+
+    def _named(self, worker: WorkerId | None) -> WorkerId | None:
+        """The whole name of a worker that a reply may name by its instance alone."""
+        member = None if worker is None else self._membership.called(worker)
+        return worker if member is None else member.id
 
     def _heed(self, remarks: list[str]) -> None:
         if not remarks:
@@ -473,11 +489,26 @@ class Client:
 
     async def _abort(self, sending: Sending, *, within_s: float = _ABORT_S) -> None:
         calls = self._provider.abort([sending.wire_id], outputs=sending.outputs)
+        if not calls:
+            sending.is_cut = True
+            sending.scope.cancel()
+            return
         with anyio.move_on_after(min(within_s, _ABORT_S), shield=True):
             async with anyio.create_task_group() as group:
                 for url in self._routing.abort_urls(sending):
                     for call in calls:
                         group.start_soon(self._send_abort, url, call, url == sending.url)
+
+    @contextmanager
+    def _cutting(self, sending: Sending | None) -> Iterator[None]:
+        """Around a wait for the engine, which an abort ends where nothing else reaches it."""
+        if self._can_abort or sending is None:
+            yield
+            return
+        if not sending.is_cut:
+            sending.scope = anyio.CancelScope()
+            with sending.scope:
+                yield
 
     async def _send_abort(self, url: str, call: HTTPCall, asked_there: bool) -> None:  # noqa: FBT001 - start_soon passes by position
         # A router is asked as it was for the generation: it gets no key of administration.
@@ -496,13 +527,16 @@ class Client:
             async with aclosing(self._chunks(run, opened.reply, decoder)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            try:
-                response = decoder.finish(framed=opened.reply.framed)
-            except IncompleteError as error:
-                # Of an output that is aborted before its first token some routes say nothing.
-                if not run.is_aborted or error.partial is None:
-                    raise
-                response = _ended(run, error.partial)
+            if run.current is not None and run.current.is_cut:
+                response = _ended(run, _cut_off(decoder.partial()))
+            else:
+                try:
+                    response = decoder.finish(framed=opened.reply.framed)
+                except IncompleteError as error:
+                    # Of an output that is aborted before its first token some routes say nothing.
+                    if not run.is_aborted or error.partial is None:
+                        raise
+                    response = _ended(run, error.partial)
         response = self._finish(run, await self._refined(run, response, opened.context))
         if is_undated(run, response):
             response = await self._versions.dated(run, response)
@@ -522,13 +556,15 @@ class Client:
         idle_s = self._config.idle_timeout_s
         bounded = idle_s is not None or run.deadline < math.inf
         while True:
+            piece: bytes | None = None
             try:
-                if bounded:
-                    left_s = run.deadline - anyio.current_time()
-                    with anyio.fail_after(min(left_s, math.inf if idle_s is None else idle_s)):
+                with self._cutting(run.current):
+                    if bounded:
+                        left_s = run.deadline - anyio.current_time()
+                        with anyio.fail_after(min(left_s, math.inf if idle_s is None else idle_s)):
+                            piece = await anext(pieces, None)
+                    else:
                         piece = await anext(pieces, None)
-                else:
-                    piece = await anext(pieces, None)
             except TimeoutError:
                 over = anyio.current_time() >= run.deadline
                 limit = f"timeout_s={run.request.timeout_s}" if over else f"idle_timeout_s={idle_s}"
@@ -536,7 +572,7 @@ class Client:
                 raise IncompleteError(why, partial=decoder.partial()) from None
             except TransportError as error:
                 member = run.current.member if run.current else None
-                if member is not None:
+                if member is not None and run.current is not None and run.current.url == member.url:
                     member.suspect = True
                 raise IncompleteError(str(error), partial=decoder.partial()) from error
             if piece is None:
@@ -565,6 +601,17 @@ def _timed_out(run: Run) -> GenAPIError:
     url = run.current.url
     message = f"no complete reply from {url} within {timeout}"
     return TransportError(message, phase="may_have_run", url=url)
+
+
+def _cut_off(partial: GenerateResponse) -> GenerateResponse:
+    """What had arrived of a stream that was aborted by leaving it."""
+    outputs = tuple(
+        o
+        if o.finish_reason is not FinishReason.ERROR or o.finish_raw is not None
+        else o.model_copy(update={"finish_reason": FinishReason.ABORT})
+        for o in partial.outputs
+    )
+    return partial.model_copy(update={"outputs": outputs})
 
 
 def _aborted(run: Run) -> GenerateResponse:

@@ -77,6 +77,7 @@ class Control:
             self._transport,
             url,
             headers=headers or partial(self._headers, url),
+            elsewhere=self._headers,
             timeout_s=timeout_s,
             observe=self.observe,
             operation=operation,
@@ -92,8 +93,11 @@ async def run_flow(
     timeout_s: float,
     observe: Observe,
     operation: str,
+    elsewhere: Callable[[str, Grant | None], Mapping[str, str]] = lambda _url, _grant: {},
 ) -> T:
     """The result of `flow`, whose calls go to `base_url` with `headers` for the key they ask for.
+
+    Calls that name another base URL go there, with the headers that `elsewhere` has for it.
 
     Calls that are yielded together are sent together. One deadline bounds the whole flow. A call
     without an answer is thrown into the flow as its `TransportError`; when the time is up the flow
@@ -106,7 +110,13 @@ async def run_flow(
         ReplyError: an answer has a shape that the flow cannot read.
     """
     started = time.monotonic()
-    send = partial(_send, transport, base_url, headers)
+
+    def addressed(call: HTTPCall) -> tuple[str, Mapping[str, str]]:
+        if call.base is None:
+            return base_url, headers(call.grant)
+        return call.base, elsewhere(call.base, call.grant)
+
+    send = partial(_send, transport, addressed)
     failure: str | None = "cancelled"
     try:
         result = await _within(timeout_s, flow, send, what=f"{operation} on {base_url}")
@@ -186,15 +196,18 @@ def _out_of_time(what: str, timeout_s: float, step: _Step, *, begun: bool) -> Tr
     )
 
 
-async def _send(transport: Transport, base_url: str, headers: Headers, step: _Step) -> _Answer:
+async def _send(
+    transport: Transport,
+    addressed: Callable[[HTTPCall], tuple[str, Mapping[str, str]]],
+    step: _Step,
+) -> _Answer:
+    async def one(call: HTTPCall) -> HTTPReply:
+        base_url, headers = addressed(call)
+        return await transport.send(base_url, call, headers=headers)
+
     if isinstance(step, HTTPCall):
-        return await transport.send(base_url, step, headers=headers(step.grant))
-    outcomes = await fan_out(
-        {
-            i: partial(transport.send, base_url, call, headers=headers(call.grant))
-            for i, call in enumerate(step)
-        }
-    )
+        return await one(step)
+    outcomes = await fan_out({i: partial(one, call) for i, call in enumerate(step)})
     lost = [error for error in outcomes.values() if isinstance(error, GenAPIError)]
     if lost:
         raise min(lost, key=_is_not_sent)

@@ -6,6 +6,7 @@ shielded task of its own, so that a cancellation is an event of the table and no
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Literal, TypeVar
@@ -27,7 +28,6 @@ from genapi.groups import Group, leave
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import Probe
-from genapi.providers.base import Admin
 from genapi.publication.context import context_rule
 from genapi.publication.digest import group_digest, plan_digest
 from genapi.publication.evidence import Answer, Observed, Op
@@ -150,7 +150,6 @@ class Drive:
         self.times = Times()
         self.cause: BaseException | None = None
         self._fleet = fleet
-        self._admin: Admin = fleet.provider.admin
         self._members = members
         self._version = version
         self._transport = transport
@@ -290,7 +289,9 @@ class Drive:
         if op in _COLLECTIVE:
             answer = await self._answer_in_collective(worker, op)
         else:
-            answer = await self._answer_in_time(worker, op, retries=retries)
+            aborts = op is Op.SHUT or (op is Op.PAUSE and self._plan.mode == "abort")
+            with self._fleet.membership.aborting() if aborts else nullcontext():
+                answer = await self._answer_in_time(worker, op, retries=retries)
         delivery = self._deliveries.pop(worker, None) if op is Op.UPDATE else None
         if answer.observed is Observed.LOST and delivery is not None and delivery.was_taken:
             answer = Answer(Observed.DONE, "the reply was lost after the bucket was taken")
@@ -366,7 +367,7 @@ class Drive:
                 group = self._groups[self.tx.workers[worker].group]
                 info = {**sender.init_info, **self._digest(worker, sender, of="group")}
                 offset, backend = group.ranks.offsets[worker], self._transport.backend
-                flow = self._admin.join(info, rank_offset=offset, backend=backend)
+                flow = self._asking.admin(worker).join(info, rank_offset=offset, backend=backend)
                 return await self._asking.run(worker, op, flow)
             case Op.UPDATE:
                 return await self._update(worker)
@@ -382,7 +383,7 @@ class Drive:
         if wire.attachment is not None:
             self._deliveries[worker] = wire.attachment
         info = {**wire.update_info, **self._digest(worker, sender, of="plan")}
-        flow = self._admin.update(info, attachment=wire.attachment)
+        flow = self._asking.admin(worker).update(info, attachment=wire.attachment)
         return await self._asking.run(worker, Op.UPDATE, flow)
 
     def _digest(
@@ -501,7 +502,7 @@ class Drive:
         barriers: dict[WorkerId, Fence | None] = dict.fromkeys(self.tx.workers)
         for worker, progress in self.tx.workers.items():
             if not is_proved(self.tx, progress):
-                verdict = conclude(self.tx, progress, self._admin.verdicts)
+                verdict = conclude(self.tx, progress, self._asking.admin(worker).verdicts)
                 barriers[worker] = fence(self.tx, progress, verdict)
         rows = [*barriers.items(), *self._left_out.items()]
         rule = context_rule(self._plan)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypedDict, Unpack
+from typing import Any, Generic, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 import anyio
 
@@ -28,7 +28,14 @@ from genapi.errors import (
 from genapi.events import Observe, guarded, ignore
 from genapi.membership import Member, Membership
 from genapi.providers import registry
-from genapi.providers.base import DecodeContext, Provider, WorkerFacts
+from genapi.providers.base import (
+    DecodeContext,
+    Directory,
+    Listing,
+    Pin,
+    Provider,
+    WorkerFacts,
+)
 from genapi.publication.intervals import Reading, Rounds, Sight
 from genapi.routing import Routing
 from genapi.transports.base import Plane, Transport
@@ -40,8 +47,10 @@ from genapi.types.config import (
     RetryPolicy,
     Target,
     Topology,
+    base_url,
     parse_target,
 )
+from genapi.types.ids import WorkerId
 from genapi.types.policy import PolicyVersion
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateEvent, GenerateResponse
@@ -50,6 +59,8 @@ from genapi.versions import Versions
 from genapi.wire.flow import Flow, call
 
 __all__ = ("Fleet", "connect")
+
+T = TypeVar("T")
 
 _POLL_S = (0.1, 2.0)
 _ADMIN_CONNECT_S = 10.0
@@ -142,28 +153,27 @@ class Fleet:
         """The version board that publishers and readers share; None = there is none."""
         self._own_transport = transport
         target = config.parsed
-        what = target.discovery or config.discovery_url or target.query.get("discovery")
-        if target.carrier == "http" and what is not None:
-            message = (
-                f"workers={what!r}: discovery is not supported yet; list the workers as "
-                "?workers=host:port,host:port"
-            )
-            raise UnsupportedError(message)
         self.provider: Provider = registry.provider(target.provider)
         self._target: Target = target
+        self._directory = _directory(self.provider, config)
+        self._discovery: str | None = None
+        self._listing = Listing(workers=(), missing="nothing was read yet")
         self._stack: AsyncExitStack | None = None
         self._client: Client | None = None
         self._control: Control | None = None
         self._credentials: Credentials | None = None
+        workers = target.workers if self._directory is None else ()
         self._membership = Membership.of(
-            target.provider, target.workers, run=config.run, observe=self.observe
+            target.provider, workers, run=config.run, observe=self.observe
         )
+        self._frontends = target.requests
         # Held by a publication: two on one fleet run one after the other, whoever asks.
         self.publishing = asyncio.Lock()
         self._first = asyncio.Lock()
         self._reading: dict[str, asyncio.Lock] = {}
         self._read_at: dict[str, float] = {}
-        self._looks: dict[str | None, _Look] = {}
+        self._looks: dict[str | None, _Look[Reading]] = {}
+        self._lists: _Look[Listing] | None = None
         self._revivals: dict[str, asyncio.Task[dict[str, GenAPIError]]] = {}
         self._revived_at = 0.0
         self._following: asyncio.Task[None] | None = None
@@ -207,11 +217,18 @@ class Fleet:
             self._control = Control(
                 administration, headers=credentials.admin_headers, observe=self.observe
             )
-            routed = self._target.routed
+            directory = self._directory
+            routed = self._target.routed or directory is not None
+            pins = directory is not None and directory.pins
+            if directory is not None:
+                config, listing = self.config, self._target.listing
+                named = config.discovery_url and base_url(config.discovery_url, scheme="http")
+                self._discovery = named or listing or directory.address(self._frontends[0])
             versions = Versions(
                 self.config,
                 self._membership,
                 routed=routed,
+                pins=pins,
                 look=self._look,
                 is_old=self._is_old,
                 attests=self.provider.attests,
@@ -221,8 +238,9 @@ class Fleet:
                 self.config,
                 self._membership,
                 versions,
-                urls=self._target.requests,
+                urls=self._frontends,
                 routed=routed,
+                pins=pins,
                 follow=self._follow,
                 revive=self._revive,
                 look=partial(self._look, None),
@@ -253,8 +271,9 @@ class Fleet:
         if reads:
             await asyncio.wait(reads)
         looks, self._looks = self._looks, {}
-        for look in looks.values():
+        for look in (*looks.values(), *([self._lists] if self._lists else ())):
             await look.aclose()
+        self._lists = None
         stack, self._stack = self._stack, None
         if stack is not None:
             await stack.aclose()
@@ -274,7 +293,10 @@ class Fleet:
                 stack.push_async_callback(own.aclose)
             if not isinstance(own, MemoryTransport):
                 raise ConfigError("an embedded:// target takes a MemoryTransport, or none")
-            if tuple(self._membership.members) != own.urls:
+            if self._directory is not None:
+                # The first is the frontend, the second lists the workers, who are the rest.
+                self._frontends = own.urls[:1]
+            elif tuple(self._membership.members) != own.urls:
                 self._membership = Membership.of(
                     self._target.provider, own.urls, run=self.config.run, observe=self.observe
                 )
@@ -327,31 +349,42 @@ class Fleet:
         self._requests()
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s={timeout_s!r}: pass seconds, more than 0")
-        members = self._membership.members
         failures: dict[str, GenAPIError] = {}
         missing = ""
         wait = _POLL_S[0]
         with anyio.move_on_after(timeout_s):
             while True:
-                failures = await self._read(list(members))
+                failures = await self._read(None)
                 for error in failures.values():
                     if isinstance(error, _FINAL):
                         raise error
                 if not failures:
-                    try:
-                        self._membership.check(self.config.expect)
-                    except FleetError as error:
-                        missing = str(error)
-                    else:
+                    missing = self._lacks()
+                    if not missing:
                         self._settle()
                         return self._membership.snapshot()
                 await anyio.sleep(wait)
                 wait = min(wait * 2, _POLL_S[1])
+        members = self._membership.members
         silent = [url for url, member in members.items() if member.facts is None]
         failed = "; ".join(f"{url}: {error}" for url, error in failures.items())
         seen = failed or missing or f"no answer yet from {', '.join(silent or members)}"
         message = f"the fleet was not ready within timeout_s={timeout_s}: {seen}"
         raise FleetError(message)
+
+    def _lacks(self) -> str:
+        """What is missing of the fleet though everybody that was read answers; empty = nothing."""
+        lacks = []
+        try:
+            self._membership.check(self.config.expect)
+        except FleetError as error:
+            lacks.append(str(error))
+        if self._directory is not None:
+            if self._listing.missing is not None:
+                lacks.append(self._listing.missing)
+            if not self._membership.members:
+                lacks.append(f"no workers are listed at {self._discovery}")
+        return "; ".join(lacks)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """The reply to one request.
@@ -393,7 +426,7 @@ class Fleet:
     async def snapshot(self) -> FleetSnapshot:
         """All workers as a fresh read shows them. One that does not answer is not healthy."""
         self._requests()
-        await self._read(list(self._membership.members))
+        await self._read(None)
         self._settle()
         return self._membership.snapshot()
 
@@ -407,12 +440,71 @@ class Fleet:
             known: what it was when last read: what cannot change in one life is not read again.
             timeout_s: bound in seconds; None = `admin_timeout_s`.
         """
+        if self._directory is not None:
+            known = self._listed(url, await self._list())
+        return await self._inspect(url, known, timeout_s=timeout_s)
+
+    async def _inspect(
+        self, url: str, known: WorkerFacts | None, *, timeout_s: float | None = None
+    ) -> WorkerFacts:
         return await self.control.run(
             url,
             self.provider.inspect(known),
             operation="inspect",
             timeout_s=timeout_s or self.config.admin_timeout_s,
         )
+
+    async def _list(self) -> Listing:
+        """What the directory says in a read that starts from now on; all who ask share one."""
+        if self._lists is None:
+            self._lists = _Look(self._read_list, every_s=1 / _LOOKS_PER_S)
+        listing = await self._lists.ask()
+        if listing is None:
+            raise FleetError(_CLOSED)
+        return listing
+
+    async def _read_list(self) -> Listing:
+        directory, discovery = self._directory, self._discovery
+        assert directory is not None  # noqa: S101 - without one nothing is listed
+        assert discovery is not None  # noqa: S101 - an open fleet has its address
+        return await self.control.run(
+            self._frontends[0],
+            directory.read(discovery, model=self.config.model),
+            operation="discover",
+            timeout_s=self.config.admin_timeout_s,
+        )
+
+    def _listed(self, url: str, listing: Listing) -> WorkerFacts:
+        """What a listing says of the worker at an address.
+
+        Raises:
+            TransportError: nobody is listed there any more (refused), or nobody can be reached.
+        """
+        for worker in listing.workers:
+            if worker.url == url and worker.error is None:
+                return worker.facts
+        member = self._membership.members.get(url)
+        for worker in listing.workers:
+            if member is not None and worker.facts.id == member.id:
+                message = f"{worker.facts.id} at {url}: discovery says {worker.error}"
+                raise TransportError(message, phase="not_sent", url=url)
+        raise _unlisted(url, self._discovery)
+
+    async def _enroll(self) -> Listing:
+        """Take in who is listed; a change counts when a second read confirms it.
+
+        Raises:
+            FleetError: two reads do not agree.
+        """
+        listing = await self._list()
+        if _who(listing) != {(m.id, m.url) for m in self._membership.members.values()}:
+            again = await self._list()
+            if _who(again) != _who(listing):
+                raise FleetError(f"the workers that {self._discovery} lists are changing")
+            listing = again
+        self._listing = listing
+        self._membership.enroll(listing.workers)
+        return listing
 
     async def ask(
         self, url: str, request: GenerateRequest, *, operation: str, timeout_s: float
@@ -421,40 +513,63 @@ class Fleet:
 
         For genapi's own publisher. Nothing of a publication enters the request's cache salt.
         """
-        if self._credentials is None:
+        if self._credentials is None or self._client is None:
             raise FleetError(_CLOSED)
         member, wire_id = self._membership.members[url], f"genapi-{operation}-{uuid.uuid4().hex}"
         models = member.facts.capabilities.models if member.facts is not None else ()
         model = self.config.model or (models[0] if len(models) == 1 else None)
+        pin = None
+        if self._directory is not None and self._directory.pins and member.id is not None:
+            pin, url = Pin(worker=member.id), self._frontends[0]
         keys = self._credentials
         return await self.control.run(
             url,
-            _exchange(self.provider, request, member, wire_id=wire_id, model=model),
+            _exchange(self.provider, request, member, wire_id=wire_id, model=model, pin=pin),
             operation=operation,
             timeout_s=timeout_s,
             # A worker that no request of the user's goes to is known to administration alone.
             headers=lambda grant: keys.data_headers(url) or keys.admin_headers(url, grant),
         )
 
-    async def _read(self, urls: list[str]) -> dict[str, GenAPIError]:
-        """Inspect and take in, the board included; returns the failures."""
-        if len(urls) == len(self._membership.members):
+    async def _read(self, urls: list[str] | None) -> dict[str, GenAPIError]:
+        """Inspect and take in these, or all (None), the board included; returns the failures."""
+        if urls is None:
             self._followed_at = asyncio.get_running_loop().time()
-        results = await fan_out({url: partial(self._take_in, url) for url in urls})
-        failures = {url: r for url, r in results.items() if isinstance(r, GenAPIError)}
-        for url in failures:
-            self._membership.members[url].suspect = True
+        try:
+            results = await self._take_in_all(urls)
+        except GenAPIError as error:
+            failures = {self._frontends[0]: error}
+        else:
+            failures = {url: r for url, r in results.items() if isinstance(r, GenAPIError)}
+            for url in failures.keys() & self._membership.members.keys():
+                self._membership.members[url].suspect = True
         await self._heed_board()
         return failures
 
-    async def _take_in(self, url: str) -> Sight | None:
+    async def _take_in_all(self, urls: list[str] | None) -> dict[str, Sight | GenAPIError]:
+        """Inspect these, or everybody who is listed now, and take them in.
+
+        Raises:
+            GenAPIError: the directory cannot be read.
+        """
+        listing = await self._enroll() if self._directory is not None else None
+        members = self._membership.members
+        wanted = list(members) if urls is None else [url for url in urls if url in members]
+        return await fan_out({url: partial(self._take_in, url, listing) for url in wanted})
+
+    async def _take_in(self, url: str, listing: Listing | None) -> Sight:
         """Inspect one worker and take it in. Reads of one worker follow one another."""
         async with self._reading.setdefault(url, asyncio.Lock()):
             self._read_at[url] = asyncio.get_running_loop().time()
-            notes = self._membership.members[url].notes
-            facts = await self.inspect(url)
+            member = self._membership.members[url]
+            notes = member.notes
+            facts = await self._inspect(
+                url, None if listing is None else self._listed(url, listing)
+            )
+            if self._membership.members.get(url) is not member:
+                raise _unlisted(url, self._discovery)
             identity = self._membership.learn(url, facts, notes=notes)
-            return Sight(identity, facts.label, self._membership.members[url].fence is None)
+            return Sight(identity, facts.label, member.fence is None)
 
     async def _look(self, url: str | None) -> Reading:
         """What a read shows that starts from now on, of one worker or (None) of all.
@@ -464,13 +579,15 @@ class Fleet:
         self._requests()
         look = self._looks.get(url)
         if look is None:
-            urls = list(self._membership.members) if url is None else [url]
-            every_s = len(self._membership.members) / _LOOKS_PER_S
+            urls = None if url is None else [url]
+            every_s = max(1, len(self._membership.members)) / _LOOKS_PER_S
             look = self._looks[url] = _Look(partial(self._sights, urls), every_s=every_s)
-        return await look.ask()
+        return await look.ask() or Reading({})
 
-    async def _sights(self, urls: list[str]) -> Reading:
-        results = await fan_out({url: partial(self._take_in, url) for url in urls})
+    async def _sights(self, urls: list[str] | None) -> Reading:
+        results: dict[str, Sight | GenAPIError] = {}
+        with suppress(GenAPIError):  # without the directory nothing is seen of anybody
+            results = await self._take_in_all(urls)
         for url, result in results.items():
             # Only what says itself that it does not serve loses its traffic: a read that is slow
             # while weights move is no proof of anything.
@@ -508,6 +625,11 @@ class Fleet:
             await asyncio.wait([task], timeout=refresh_s)
 
     async def _look_around(self) -> None:
+        if self._directory is not None:
+            # Who is there may have changed, which no worker tells.
+            with suppress(GenAPIError):
+                await self._sights(None)
+            return
         members = self._membership.members
         url = list(members)[self._turn % len(members)]
         self._turn += 1
@@ -540,11 +662,14 @@ class Fleet:
         if any(m.facts is not None for m in members.values()):
             return
         async with self._first:
-            if any(m.facts is not None for m in members.values()):
+            if any(m.facts is not None for m in self._membership.members.values()):
                 return
-            failures = await self._read(list(members))
-            if len(failures) == len(members):
+            failures = await self._read(None)
+            members = self._membership.members
+            if len(failures) >= max(1, len(members)):
                 raise next(iter(failures.values()))
+            if not members:
+                raise FleetError(f"no workers are listed at {self._discovery}")
             self._settle()
 
     async def _revive(self) -> None:
@@ -587,31 +712,71 @@ def _exchange(
     *,
     wire_id: str,
     model: str | None,
+    pin: Pin | None,
 ) -> Flow[GenerateResponse]:
     known = [] if member.facts is None else [member.facts.capabilities]
     rendered = yield from provider.render(request, model=model, capabilities=known)
-    asked = provider.encode(rendered, wire_id=wire_id, model=model, salt=None, stream=False)
+    asked = provider.encode(
+        rendered, wire_id=wire_id, model=model, salt=None, stream=False, pin=pin
+    )
     context = DecodeContext(request=rendered, request_id=wire_id, wire_id=wire_id, worker=member.id)
     reply = yield from call(asked)
     return provider.decode(reply, context)
 
 
-class _Look:
+def _directory(provider: Provider, config: FleetConfig) -> Directory | None:
+    """How the workers of a target are found; None = it lists them.
+
+    Raises:
+        UnsupportedError: it asks for a way that there is not.
+        ConfigError: it lists workers behind a frontend that lists them itself.
+    """
+    target, found = config.parsed, provider.directory
+    if found is not None and found.always:
+        if target.carrier == "http" and "workers" in target.query:
+            raise ConfigError(
+                f"target {config.target!r}: {provider.name} lists its workers itself; leave out "
+                "workers=, and name the list as ?discovery=PORT where it is not on the next port"
+            )
+        return found
+    what = target.discovery or config.discovery_url or target.listing
+    if target.carrier == "http" and what is not None:
+        message = (
+            f"workers={what!r}: discovery is not supported yet; list the workers as "
+            "?workers=host:port,host:port"
+        )
+        raise UnsupportedError(message)
+    return None
+
+
+def _unlisted(url: str, discovery: str | None) -> TransportError:
+    """What a read fails with of a worker that left: as if it refused the connection."""
+    error = TransportError(f"nobody is listed at {url} by {discovery}", phase="not_sent", url=url)
+    error.__cause__ = ConnectionRefusedError(url)
+    return error
+
+
+def _who(listing: Listing) -> set[tuple[WorkerId | None, str]]:
+    """Who is listed where, as far as anybody can be reached."""
+    return {(w.facts.id, w.url) for w in listing.workers if w.error is None}
+
+
+class _Look(Generic[T]):
     """One read that is done over and over, each time for all who asked before it started.
 
     The task that reads is owned by the fleet and ends when nobody asks any more.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Reading]], *, every_s: float) -> None:
+    def __init__(self, read: Callable[[], Awaitable[T]], *, every_s: float) -> None:
         self._read = read
         self._every_s = every_s
         self._rounds = Rounds()
-        self._answers: dict[int, asyncio.Future[Reading]] = {}
+        self._answers: dict[int, asyncio.Future[T | None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
 
-    async def ask(self) -> Reading:
-        """What a read shows that starts from now on."""
+    async def ask(self) -> T | None:
+        """What a read shows that starts from now on; None = the fleet was closed meanwhile."""
         number = self._rounds.ask()
         answer = self._answers.get(number)
         if answer is None:
@@ -643,9 +808,9 @@ class _Look:
             _leave_unknown(answer)
 
 
-def _leave_unknown(answer: asyncio.Future[Reading]) -> None:
+def _leave_unknown(answer: asyncio.Future[T | None]) -> None:
     if not answer.done():
-        answer.set_result(Reading({}))
+        answer.set_result(None)
 
 
 _CLOSED = "the fleet is not open; use `async with genapi.connect(...) as fleet` or fleet.open()"

@@ -3,12 +3,13 @@
 The rule of this file: no I/O and no waiting. Reads are told to it, decisions are read from it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from genapi.errors import FleetError
 from genapi.events import Observe, WorkerFenced, ignore
-from genapi.providers.base import Capabilities, WorkerFacts
+from genapi.providers.base import Capabilities, Listed, WorkerFacts
 from genapi.publication.intervals import Sight
 from genapi.types.board import BoardState
 from genapi.types.config import Topology
@@ -32,6 +33,7 @@ class Member:
         told: the fence that a board or a read tells of, which they can lift; None = none.
         suspect: it refused a connection or died: read it again before using it.
         in_flight: requests of this process that it has now.
+        joined: whether a directory listed it when versions were known already.
         notes: how many labels were noted.
         on_change: told when a label was noted.
     """
@@ -44,6 +46,7 @@ class Member:
     told: Fence | None = None
     suspect: bool = False
     in_flight: int = 0
+    joined: bool = False
     notes: int = 0
     on_change: Callable[[], None] = lambda: None
 
@@ -157,6 +160,8 @@ class Membership:
         salted: whether requests carry the committed version in their cache salt.
         publishing: whether this process is publishing now.
         closed: whether new requests wait until its publication has ended.
+        own: the versions that this process published.
+        aborts: pauses that ended what ran, by this process: begun so far, and under way.
         on_change: told when anything was learnt that may let a request go that waits for it.
     """
 
@@ -169,6 +174,8 @@ class Membership:
     salted: bool = False
     publishing: bool = False
     closed: bool = False
+    own: set[PolicyVersion] = field(default_factory=set)
+    aborts: tuple[int, int] = (0, 0)
     observe: Observe = ignore
     on_change: Callable[[], None] = lambda: None
     _lives: dict[str, int] = field(default_factory=dict)
@@ -191,6 +198,8 @@ class Membership:
 
     def identify(self, url: str, facts: WorkerFacts) -> WorkerId:
         """The identity that facts read at `url` show."""
+        if facts.id is not None:
+            return facts.id
         if facts.instance is not None:
             instance = facts.instance
         else:
@@ -225,23 +234,79 @@ class Membership:
         if known is not None and known != identity:
             was_fenced, member.fence = member.fence is not None, None
             if was_fenced or self._is_unproven(member):
-                self.fence(
-                    member,
-                    Fence(
-                        strength=FenceStrength.CLIENT,
-                        reason=f"{identity} took the place of {known} and holds "
-                        f"{facts.label!r}, not {self.committed}",
-                        recovery=Recovery.REPUBLISH,
-                    ),
-                )
-                member.told = member.fence
+                self._fence_new(member, f"{identity} took the place of {known}")
+        elif known is None and member.joined and self._is_unproven(member):
+            self._fence_new(member, f"{identity} joined")
         self._lift(member)
         if member.sight != before:
             self._changed()
         return identity
 
     def _is_unproven(self, member: Member) -> bool:
-        return self.committed is not None and member.version(self.run) != self.committed
+        if self.committed is None:
+            return member.joined and self.publishing
+        return member.version(self.run) != self.committed
+
+    def _fence_new(self, member: Member, what: str) -> None:
+        label = member.facts.label if member.facts is not None else None
+        wanted = f", not {self.committed}" if self.committed is not None else ""
+        self.fence(
+            member,
+            Fence(
+                strength=FenceStrength.CLIENT,
+                reason=f"{what} and holds {label!r}{wanted}",
+                recovery=Recovery.REPUBLISH,
+            ),
+        )
+        member.told = member.fence
+
+    def enroll(self, listed: Sequence[Listed]) -> None:
+        """Take in who a directory lists, in its order; those it lists no more are forgotten.
+
+        While this process publishes nobody is forgotten: who is gone is only suspect then.
+        """
+        known = {member.id: member for member in self.members.values() if member.id is not None}
+        before, members = self.members, dict[str, Member]()
+        for worker in listed:
+            identity = worker.facts.id
+            member = None if identity is None else known.get(identity)
+            member = member or before.get(worker.url)
+            if member is None:
+                is_late = self.committed is not None or self.publishing
+                member = Member(worker.url, joined=is_late, on_change=self._changed)
+            if worker.error is not None:
+                member.suspect = True
+            elif member.id == worker.facts.id:
+                member.url = worker.url
+            members[member.url] = member
+        for url, member in before.items():
+            if self.publishing and url not in members:
+                member.suspect = True
+                members[url] = member
+        if list(members) != list(before):
+            self.members = members
+            self._changed()
+
+    def called(self, worker: WorkerId) -> Member | None:
+        """Who goes by that name, which may lack all but the instance; None = nobody known."""
+        for member in self.members.values():
+            own = member.id
+            if own is not None and (
+                own == worker or (not worker.component and own.instance == worker.instance)
+            ):
+                return member
+        return None
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Around a pause that ends what runs, from before it is asked until it was answered."""
+        begun, under_way = self.aborts
+        self.aborts = begun + 1, under_way + 1
+        try:
+            yield
+        finally:
+            begun, under_way = self.aborts
+            self.aborts = begun, under_way - 1
 
     def heed(self, board: BoardState) -> None:
         """Take in what a board says: run, committed version, and fences of these workers."""
@@ -319,7 +384,11 @@ class Membership:
         During a publication of this very fleet requests go on to the workers, which queue them,
         unless it is `closed`.
         """
-        return [m for m in self.generating() if not m.suspect and not self._bars(m)]
+        return [m for m in self.generating() if self.may_serve(m)]
+
+    def may_serve(self, member: Member) -> bool:
+        """Whether it may get traffic now, or its part of it."""
+        return not member.suspect and not self._bars(member)
 
     def generating(self) -> list[Member]:
         """Those that requests are for: prefill workers only where there is nobody else."""
@@ -349,6 +418,7 @@ class Membership:
         """Every worker was proved to hold `version`."""
         self.run = version.run
         self.committed = version
+        self.own.add(version)
         self.rules[version] = rule
         self.salted = salted
         self._changed()

@@ -81,6 +81,7 @@ class Probe:
             ConfigError: an id beyond its vocabulary.
             GenAPIError: it refuses the ids, or does not answer.
         """
+        facts.capabilities.require("probe", where=url)
         fleet.provider.check(self._request(scored=True), facts.capabilities)
         if facts.paused is False and worker not in self.tried:
             request = self._request(scored=False)

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from types import TracebackType
@@ -28,6 +28,7 @@ from genapi.groups import Group, leave, regroup
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import PROBE_IDS, Probe
+from genapi.providers.base import Admin
 from genapi.publication.evidence import Op
 from genapi.publication.numbering import (
     run_of,
@@ -146,7 +147,7 @@ class WeightPublisher:
         ids = PROBE_IDS if probe_ids is None else TokenIds(probe_ids)
         self._probe = Probe(ids, tolerance=probe_tolerance, max_gap=probe_max_gap)
         self._fleet = fleet
-        self._transport = transport.towards(fleet.provider.admin.receivers)
+        self._given = self._transport = transport
         self._plan = PausePlan(mode, in_flight_kv, prefix_cache)
         self._timeouts = timeouts or PublishTimeouts()
         self._groups: tuple[Group, ...] = ()
@@ -220,7 +221,7 @@ class WeightPublisher:
         _log.warning("the board was not told that %s is the last version: %s", last, why)
 
     async def _have_left(self, workers: AbstractSet[WorkerId]) -> None:
-        fleet, admin = self._fleet, self._fleet.provider.admin
+        fleet = self._fleet
         if not workers or not fleet.is_open:
             return
         await fan_out(
@@ -228,7 +229,7 @@ class WeightPublisher:
                 member.url: partial(
                     fleet.control.run,
                     member.url,
-                    admin.leave(),
+                    fleet.provider.administer(member.facts).leave(),
                     operation="leave",
                     timeout_s=self._timeouts.cleanup_s,
                 )
@@ -372,6 +373,7 @@ class WeightPublisher:
         left_out = await self._absences.leave_out(everyone, version)
         members = {worker: m for worker, m in everyone.items() if worker not in left_out}
         check_reached(members.values())
+        self._transport = self._given.towards(self._admin_of_all(members.values()).receivers)
         self._groups = await regroup(self._groups, self._rank_plans(members))
         drive = self._drive(version, source, members, plan=plan, checks=checks, left_out=left_out)
         held = self._ledger.target
@@ -445,6 +447,21 @@ class WeightPublisher:
         if scope.cancelled_caught:
             message = f"the board did not take the end within cleanup_s={limit_s:g}"
             drive.blame(TransportError(message, phase="may_have_run"))
+
+    def _admin_of_all(self, members: Iterable[Member]) -> Admin:
+        """What the workers' administrations agree on.
+
+        Raises:
+            FleetError: they do not agree.
+        """
+        admins = {m.name: self._fleet.provider.administer(m.facts) for m in members}
+        ways = {(a.finish_sets_label, a.marks, a.receivers) for a in admins.values()}
+        if len(ways) > 1:
+            raise FleetError(
+                f"the workers are administered in ways that cannot be mixed in one publication: "
+                f"{', '.join(admins)}"
+            )
+        return next(iter(admins.values()), self._fleet.provider.administer(None))
 
     def _rank_plans(self, members: Mapping[WorkerId, Member]) -> list[RankPlan]:
         facts = {w: m.facts for w, m in members.items() if m.facts is not None}
@@ -530,7 +547,7 @@ class WeightPublisher:
         checks: Checks,
         left_out: Mapping[WorkerId, Receipt],
     ) -> Drive:
-        groups = self._groups
+        groups, admin = self._groups, self._admin_of_all(members.values())
         tx = Transaction(
             label=version.label,
             workers={
@@ -539,8 +556,8 @@ class WeightPublisher:
                 for worker in group.ranks.offsets
             },
             standing=frozenset(n for n, g in enumerate(groups) if g.sender is not None),
-            finish_sets_label=self._fleet.provider.admin.finish_sets_label,
-            marks=self._fleet.provider.admin.marks,
+            finish_sets_label=admin.finish_sets_label,
+            marks=admin.marks,
             acknowledged=self._transport.acknowledges,
             checks=checks,
             min_workers=self._min_workers,

@@ -23,7 +23,8 @@ def receipt_of(
     """The receipt of a worker that took part; what is proved of it sets or lifts its fence."""
     membership = fleet.membership
     progress = tx.workers[worker]
-    verdict = conclude(tx, progress, fleet.provider.admin.verdicts)
+    admin = fleet.provider.administer(member.facts)
+    verdict = conclude(tx, progress, admin.verdicts)
     before = parse_label(progress.found.get("label"))
     label = _label_after(progress)
     member.note_label(label)

@@ -4,13 +4,14 @@ The rule of this file: nobody is chosen who is fenced, suspect, or past the vers
 """
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from hashlib import blake2b
 
 import anyio
 
 from genapi.errors import FleetError, TransportError
 from genapi.membership import Member, Membership
+from genapi.providers.base import Pin
 from genapi.runs import Run, Sending
 from genapi.types.config import FleetConfig
 from genapi.versions import Versions, may_meet
@@ -27,7 +28,7 @@ class VersionGoneError(Exception):
 class Routing:
     """Chooses, and counts what everybody has in flight."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what choosing is made of
         self,
         config: FleetConfig,
         membership: Membership,
@@ -35,6 +36,7 @@ class Routing:
         *,
         urls: tuple[str, ...],
         routed: bool,
+        pins: bool,
         follow: Callable[[], Awaitable[None]],
         revive: Callable[[], Awaitable[None]],
         look: Callable[[], Awaitable[object]],
@@ -43,6 +45,7 @@ class Routing:
         self._membership = membership
         self._versions = versions
         self._routers = dict.fromkeys(urls, 0) if routed else None
+        self._pins = pins
         self._follow = follow
         self._revive = revive
         self._look = look
@@ -57,8 +60,23 @@ class Routing:
         """One more, or one less, in flight."""
         if sending.member is not None:
             sending.member.in_flight += change
-        elif self._routers is not None:
+        if self._routers is not None:
             self._routers[sending.url] += change
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether requests go to routers, which may choose the worker."""
+        return self._routers is not None
+
+    def pin(self, member: Member | None) -> Pin | None:
+        """What a router has to be told, so that `member` serves a request."""
+        if self._routers is None or member is None or member.id is None:
+            return None
+        prefills = [m for m in self._membership.members.values() if m.is_prefill]
+        usable = [m for m in prefills if self._membership.may_serve(m) and m.id is not None]
+        if not usable:
+            return Pin(worker=member.id)
+        return Pin(worker=member.id, prefill=random.choice(usable).id)  # noqa: S311 - as below
 
     async def pick(self, run: Run) -> tuple[Member | None, str]:
         """Who gets the next sending, and its base URL; nobody while this process verifies.
@@ -89,7 +107,7 @@ class Routing:
                 self._versions.is_opaque(m, run.request) for m in members
             ):
                 await self._versions.refresh(None)
-            return None, min(self._routers, key=self._routers.__getitem__)
+            return self._choice(run), min(self._routers, key=self._routers.__getitem__)
         if not self._membership.usable() or any(m.suspect or m.told for m in members):
             await self._revive()
         await self._outlast_update(run)
@@ -98,6 +116,30 @@ class Routing:
             await self._versions.refresh(member.url)
             member = self._choose(run)
         return member, member.url
+
+    def _choice(self, run: Run) -> Member | None:
+        """Whom a router has to be told to ask; None = it may choose among all.
+
+        It has to be told while somebody behind it may get no traffic, or has another version than
+        the one that is asked for.
+        """
+        if not self._pins:
+            return None
+        members = list(self._membership.members.values())
+        free = all(self._membership.may_serve(m) for m in members)
+        if free and all(may_meet(m, run.bounds) for m in members if run.bounds):
+            return None
+        if not free and not all(self._membership.may_serve(m) for m in members if m.is_prefill):
+            self._require_prefill()
+        return self._choose(run)
+
+    def _require_prefill(self) -> None:
+        """Raise when workers prefill for others and none of them may get traffic."""
+        prefills = [m for m in self._membership.members.values() if m.is_prefill]
+        if not any(self._membership.may_serve(m) for m in prefills):
+            raise TransportError(
+                "no prefill worker may get traffic: " + self._reasons(prefills), phase="not_sent"
+            )
 
     async def _outlast_update(self, run: Run) -> None:
         """Wait while everybody is in the middle of somebody's update, as a paused engine would."""
@@ -130,8 +172,9 @@ class Routing:
             return FleetError(message)
         return TransportError(message, phase="not_sent")
 
-    def _reasons(self) -> str:
-        barriers = {m.name: m.fence or m.left for m in self._membership.generating()}
+    def _reasons(self, members: Iterable[Member] | None = None) -> str:
+        shown = self._membership.generating() if members is None else members
+        barriers = {m.name: m.fence or m.left for m in shown}
         return "; ".join(
             f"{name}: {fence.reason} (way back: {fence.recovery})"
             if fence is not None

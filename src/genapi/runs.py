@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from genapi.membership import Member
-from genapi.providers.base import Capabilities
+from genapi.providers.base import Capabilities, Pin
 from genapi.publication.bounds import Bound
 from genapi.publication.intervals import Sights
 from genapi.types.ids import WorkerId
@@ -30,12 +30,16 @@ class Sending:
     Attributes:
         wire_id: its id on the wire.
         url: where it went.
-        member: which worker got it; None = a router.
+        member: which worker got it, or a router was told to give it to; None = whom a router chose.
         worker: which life of it, as known then.
         salted: the version in its cache salt.
         model: the served model's name; None = not known.
         outputs: how many outputs are asked for.
         before: what was known of all who may serve it when it was dispatched.
+        pin: what a router is told of who has to serve it.
+        aborts: pauses that end what runs, when it was dispatched: begun so far, and under way.
+        scope: what its present wait for the engine ends with, where no call aborts it.
+        is_cut: whether it was aborted so.
         remarks: what its reply lacks.
     """
 
@@ -47,6 +51,10 @@ class Sending:
     model: str | None
     outputs: int
     before: Sights
+    pin: Pin | None = None
+    aborts: tuple[int, int] = (0, 0)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    is_cut: bool = False
     remarks: list[str] = field(default_factory=list)
 
 

@@ -5,7 +5,7 @@ clocks. What is inferred of a trace is `publication.intervals`; this file makes 
 """
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -16,17 +16,19 @@ from genapi.events import Observe, RequestRetried
 from genapi.membership import Member, Membership
 from genapi.publication.bounds import Bound, bounds_of, describe
 from genapi.publication.context import with_contexts
-from genapi.publication.intervals import Reading, Sights, infer, inferred_trace
-from genapi.runs import Run
+from genapi.publication.intervals import Interval, Reading, Sights, infer, inferred_trace
+from genapi.runs import Run, Sending
 from genapi.types.config import FleetConfig
+from genapi.types.ids import WorkerId
 from genapi.types.policy import PolicyTrace, TraceSource
 from genapi.types.request import GenerateRequest
-from genapi.types.response import Attempt, GenerateResponse
+from genapi.types.response import Attempt, FinishReason, GenerateOutput, GenerateResponse
 
 __all__ = ("Versions", "is_bound", "is_undated", "may_meet", "stale")
 
 _SHOWN = 8
 _NOTHING: Sights = MappingProxyType({})
+_CUT = {"finish_reason": FinishReason.ABORT}
 
 
 class Versions:
@@ -38,6 +40,7 @@ class Versions:
         membership: Membership,
         *,
         routed: bool,
+        pins: bool,
         look: Callable[[str | None], Awaitable[Reading]],
         is_old: Callable[[str | None], bool],
         attests: Callable[[GenerateRequest], bool],
@@ -47,6 +50,7 @@ class Versions:
         self._membership = membership
         self._routed = routed
         self._attests = attests
+        self._pins = pins
         self._look = look
         self._is_old = is_old
         self._observe = observe
@@ -133,13 +137,15 @@ class Versions:
     def _is_held(self, run: Run) -> bool:
         run.bounds = self._bounds(run.request)
         membership = self._membership
-        members = list(membership.members.values()) if self._routed else membership.generating()
+        # Where a router is told whom to ask it is as if it were not there.
+        chooses = self._routed and not self._pins
+        members = list(membership.members.values()) if chooses else membership.generating()
         usable = membership.usable()
-        if not self._routed and not usable:
+        if not chooses and not usable:
             return True  # the sending says why nobody may get traffic
         # Of a reply that names nobody, the oldest worker behind the router may be the author.
-        every = self._routed and any(self.is_opaque(m, run.request) for m in members)
-        met = (may_meet(m, run.bounds) for m in (members if self._routed else usable))
+        every = chooses and any(self.is_opaque(m, run.request) for m in members)
+        met = (may_meet(m, run.bounds) for m in (members if chooses else usable))
         if all(met) if every else any(met):
             if not run.stale:
                 run.lacking = None
@@ -161,15 +167,17 @@ class Versions:
         """
         sending = run.current
         assert sending is not None  # noqa: S101 - a reply has a sending
-        reading = Reading({})
+        before, reading = sending.before, Reading({})
         left_s = run.deadline - anyio.current_time()
         if run.bounds:
             run.lacking = run.lacking or "a reply whose version was not read in time"
         else:
             run.scope.deadline = math.inf
         with anyio.move_on_after(min(left_s, self._config.admin_timeout_s)), suppress(GenAPIError):
-            reading = await self._look(sending.member.url if sending.member else None)
-        interval = infer(sending.before, reading, run=self._membership.run)
+            alone = sending.member is not None and not self._routed
+            reading = await self._look(sending.member.url if alone and sending.member else None)
+        named = [w for w in (response.worker, response.prefill_worker) if w is not None]
+        interval = infer(*_narrowed(before, reading, named), run=self._membership.run)
         rules, salted = self._membership.rules, sending.salted
 
         def dated(trace: PolicyTrace) -> PolicyTrace:
@@ -177,22 +185,40 @@ class Versions:
                 return trace
             return with_contexts(inferred_trace(len(trace), interval), rules, salted=salted)
 
-        outputs = tuple(o.model_copy(update={"policy": dated(o.policy)}) for o in response.outputs)
+        cut = self._may_be_cut(sending, interval)
+        outputs = tuple(
+            o.model_copy(
+                update={"policy": dated(o.policy), **(_CUT if _stopped(o) and cut else {})}
+            )
+            for o in response.outputs
+        )
         return response.model_copy(update={"outputs": outputs})
+
+    def _may_be_cut(self, sending: Sending, interval: Interval) -> bool:
+        """Whether an aborting pause may have ended a reply of an engine that calls that a stop.
+
+        Of a publication that this process did not do it only sees that labels changed.
+        """
+        knows = [m for m in self._membership.members.values() if m.facts is not None]
+        if not any(m.facts.capabilities.aborts_as_stop for m in knows if m.facts):
+            return False
+        begun, under_way = sending.aborts
+        if under_way or self._membership.aborts[0] != begun:
+            return True
+        published = interval.lo is not None and interval.lo != interval.hi
+        return published and interval.hi not in self._membership.own
 
     def is_asked_for(self, run: Run, response: GenerateResponse) -> bool:
         """Whether the reply meets its bounds and is of a version at all where one was committed.
 
         If not, the run notes what it lacks.
         """
-        if self._is_of_unproved_weights(run, response):
-            assert run.current is not None  # noqa: S101 - a reply has a sending
-            assert run.current.member is not None  # noqa: S101 - nor is it a router's
-            run.current.member.suspect = True
+        author = self._of_unproved_weights(run, response)
+        if author is not None:
             run.stale += 1
             run.lacking = (
-                f"a reply of {run.current.member.name} that names no version: it was restarted, "
-                "and nobody has published to it since"
+                f"a reply of {author} that names no version: it was restarted, and nobody has "
+                "published to it since"
             )
             return False
         if all(bound.covers(o.policy) for bound in run.bounds for o in response.outputs):
@@ -201,19 +227,35 @@ class Versions:
         run.lacking = "a reply made by " + ", ".join(describe(o.policy) for o in response.outputs)
         return False
 
-    def _is_of_unproved_weights(self, run: Run, response: GenerateResponse) -> bool:
+    def _of_unproved_weights(self, run: Run, response: GenerateResponse) -> object | None:
+        """Who made a reply with weights that nobody has published; None = nobody is known to."""
         sending = run.current
-        if sending is None or sending.member is None or run.request.lora is not None:
-            return False
-        if self._membership.committed is None:
-            return False
-        is_another = sending.member.id != sending.worker
-        return any(
+        if sending is None or run.request.lora is not None or self._membership.committed is None:
+            return None
+        if self._routed:
+            return self._newcomer(response)
+        member = sending.member
+        if member is None:
+            return None
+        is_another = member.id != sending.worker
+        unknown = any(
             len(o.policy) > 0
             and o.policy.newest is None
             and (o.policy.source == TraceSource.ENGINE or is_another)
             for o in response.outputs
         )
+        if unknown:
+            member.suspect = True
+        return member.name if unknown else None
+
+    def _newcomer(self, response: GenerateResponse) -> WorkerId | None:
+        """A worker that a reply names and that nobody knows, or that has yet to be published to."""
+        for worker in (response.worker, response.prefill_worker):
+            member = None if worker is None else self._membership.called(worker)
+            is_new = member is None or (member.fence is not None and member.fence == member.told)
+            if worker is not None and is_new:
+                return worker
+        return None
 
     async def before_another(self, run: Run) -> None:
         """A reply of another version than was asked for: note it, and wait a little.
@@ -251,9 +293,27 @@ def is_undated(run: Run, response: GenerateResponse) -> bool:
         run.current is not None
         and bool(run.current.before)
         and any(
-            o.policy.source == TraceSource.INFERRED and o.policy.spans for o in response.outputs
+            o.policy.source == TraceSource.INFERRED and (o.policy.spans or _stopped(o))
+            for o in response.outputs
         )
     )
+
+
+def _stopped(output: GenerateOutput) -> bool:
+    return output.finish_reason is FinishReason.STOP
+
+
+def _narrowed(
+    before: Sights, reading: Reading, named: Sequence[WorkerId]
+) -> tuple[Sights, Reading]:
+    """What was read of the workers that a reply names, or of all where it names nobody."""
+    if not named:
+        return before, reading
+    own = {url: s for url, s in before.items() if s is not None and s.worker in named}
+    if len(own) != len(named):
+        return _NOTHING, reading
+    sights = {url: sight for url, sight in reading.sights.items() if url in own}
+    return own, reading._replace(sights=sights)
 
 
 def may_meet(member: Member, bounds: tuple[Bound, ...]) -> bool:

@@ -500,11 +500,11 @@ class LabelApart(VLLMAdmin):
 
 
 class Apart(VLLM):
-    admin = LabelApart()
+    _admin = LabelApart()
 
 
 def label_apart(fleet: genapi.Fleet) -> None:
-    fleet.provider = Apart()  # type: ignore[assignment]  # an attribute narrower than `Admin`
+    fleet.provider = Apart()
 
 
 async def test_an_engine_whose_label_is_set_apart_is_labelled_after_its_session() -> None:

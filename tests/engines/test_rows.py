@@ -232,7 +232,7 @@ class Publication:
         print(f"\n{report}")
         assert not report.committed
         (receipt,) = report.receipts
-        verdict = provider(self.server.engine.scheme).admin.verdicts[self.way.row]
+        verdict = provider(self.server.engine.scheme).administer(None).verdicts[self.way.row]
         assert (receipt.outcome, receipt.evidence) == (verdict.outcome, verdict.evidence)
         assert receipt.recovery is verdict.recovery
         assert receipt.fence is not None

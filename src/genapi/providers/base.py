@@ -23,6 +23,10 @@ __all__ = (
     "Admin",
     "Capabilities",
     "DecodeContext",
+    "Directory",
+    "Listed",
+    "Listing",
+    "Pin",
     "Provider",
     "StreamDecoder",
     "WorkerFacts",
@@ -41,10 +45,11 @@ class Capabilities(Value):
         logprobs_mode: which scores it gives; None = not known.
         weight_backend: the receiving backend it was started with; None = no weight updates.
         parsers: what it reads out of chat replies, as far as that is known: `reasoning`, `tools`.
+        aborts_as_stop: whether an output that a pause aborts ends in `stop` as if by itself.
         pause_refuses: whether requests that arrive while it is paused are refused (503) instead
             of queued, in modes abort and drain.
         missing: what it cannot do (`generate`, `logprobs`, `seed`, `priority`, `lora`, `admin`,
-            `weights`, `drop_caches`), each with the remedy.
+            `weights`, `drop_caches`, `probe`), each with the remedy.
     """
 
     engine_version: str | None = None
@@ -56,6 +61,7 @@ class Capabilities(Value):
     weight_backend: str | None = None
     parsers: frozenset[str] = frozenset()
     pause_refuses: bool = False
+    aborts_as_stop: bool = False
     missing: Mapping[str, str] = {}
 
     def require(self, capability: str, *, where: str) -> None:
@@ -82,6 +88,8 @@ class WorkerFacts:
         paused: whether it generates nothing now.
         asleep: whether its weights or caches are released.
         capabilities: what it can do.
+        id: its whole name, where a directory gives it one; None = it goes by its address.
+        details: what its provider notes for itself, such as how it is administered.
     """
 
     instance: str | None
@@ -93,6 +101,49 @@ class WorkerFacts:
     paused: bool | None = None
     asleep: bool = False
     capabilities: Capabilities = field(default_factory=Capabilities)
+    id: WorkerId | None = None
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Who has to serve a request, where a router would choose.
+
+    Attributes:
+        worker: who generates.
+        prefill: who prefills, under prefill/decode; None = the same worker.
+    """
+
+    worker: WorkerId
+    prefill: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """What a directory says of one worker.
+
+    Attributes:
+        url: where it is administered; a name without a server where it says none.
+        facts: what is known of it without asking it; their `id` is never None.
+        error: why the directory itself could not reach it; None = it could.
+    """
+
+    url: str
+    facts: WorkerFacts
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The workers behind a frontend at one moment.
+
+    Attributes:
+        workers: in the order that ranks follow.
+        missing: what the frontend still lacks, in words; None = it serves.
+    """
+
+    workers: tuple[Listed, ...]
+    missing: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +156,7 @@ class DecodeContext:
         wire_id: the id on the wire.
         run: labels of another run are UNKNOWN; None = any run.
         now: wall-clock seconds since the epoch, for `Retry-After` dates.
-        worker: who was asked; None = an opaque router.
+        worker: who was asked, or whom a router was told to ask; None = whoever it chose.
         logprobs_mode: what the worker's capabilities say.
         remark: told about what a reply lacks though it was asked for; the caller warns, or
             raises when it is strict.
@@ -238,16 +289,47 @@ class Admin(Protocol):
         ...
 
 
+class Directory(Protocol):
+    """How the workers behind a frontend are found.
+
+    Attributes:
+        always: whether every target of the provider is a frontend; else only one that asks for
+            its workers to be discovered.
+        pins: whether a request may name the worker that has to serve it.
+    """
+
+    always: bool
+    pins: bool
+
+    def address(self, frontend: str) -> str:
+        """Where the workers of the frontend at this base URL are listed, unless told otherwise."""
+        ...
+
+    def read(self, discovery: str, *, model: str | None) -> Flow[Listing]:
+        """What the frontend, at which this runs, and the list at `discovery` say of the workers.
+
+        Raises:
+            NotReadyError: they do not serve yet.
+            ConfigError: something else answers there.
+            ReplyError: an answer breaks its contract.
+        """
+        ...
+
+
 class Provider(Protocol):
     """One engine's protocol.
 
     Attributes:
         name: the scheme of its targets.
-        admin: its administration.
+        directory: how workers behind a frontend are found; None = they are listed in the target.
     """
 
     name: str
-    admin: Admin
+    directory: Directory | None
+
+    def administer(self, facts: WorkerFacts | None) -> Admin:
+        """The administration of such a worker; None = of one that was not read yet."""
+        ...
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked.
@@ -297,8 +379,12 @@ class Provider(Protocol):
         model: str | None,
         salt: str | None,
         stream: bool,
+        pin: Pin | None = None,
     ) -> HTTPCall:
-        """The call that asks for a generation that `render` returned."""
+        """The call that asks for a generation that `render` returned.
+
+        `pin` is given only where the directory pins.
+        """
         ...
 
     def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
@@ -319,7 +405,10 @@ class Provider(Protocol):
         ...
 
     def abort(self, wire_ids: Sequence[str], *, outputs: int = 1) -> tuple[HTTPCall, ...]:
-        """The calls that end these generations, of `outputs` outputs each."""
+        """The calls that end these generations, of `outputs` outputs each.
+
+        None where only the end of their connection does.
+        """
         ...
 
     def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
@@ -327,7 +416,8 @@ class Provider(Protocol):
 
         Args:
             known: what it was when last read. Capabilities and ranks of the same instance may be
-                taken from there; instance, label, pause, sleep and health never.
+                taken from there; instance, label, pause, sleep and health never. Of a worker that
+                a directory lists, what that says now: then the instance is taken from there.
 
         Raises:
             NotReadyError: it does not serve yet (starting, 503).

@@ -32,7 +32,7 @@ __all__ = (
 
 Seconds = Annotated[float, Field(gt=0)]
 _REFERENCES = ("env:", "file:")
-_QUERY = {"workers", "discovery"}
+_QUERY = {"workers", "discovery"}  # discovery: a port, host:port or URL of the list of workers
 _MAX_PORT = 65535
 
 
@@ -170,6 +170,7 @@ class Target(Value):
         requests: base URLs that requests go to.
         workers: base URLs that administration goes to, in rank order; empty = discovered.
         discovery: how workers are found when not listed: `dns:...`, `file:...`, `discover`.
+        listing: base URL of the list of workers, where the target names it.
         routed: whether requests go to a router that is not itself a worker.
         query: every query parameter as given.
     """
@@ -179,6 +180,7 @@ class Target(Value):
     requests: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
     discovery: str | None = None
+    listing: str | None = None
     routed: bool = False
     query: Mapping[str, str] = Field(default_factory=dict)
 
@@ -250,16 +252,41 @@ def parse_target(text: str) -> Target:
     if not requests:
         message = f"target {text!r} names no address; write {name}://HOST:PORT"
         raise ConfigError(message)
-    workers = query.get("workers")
+    workers, listing = query.get("workers"), _listing(query, requests[0])
     if workers is None:
-        return Target(provider=name, requests=requests, workers=requests, query=query)
+        return Target(
+            provider=name, requests=requests, workers=requests, listing=listing, query=query
+        )
     if workers == "discover" or workers.startswith(("dns:", "file:")):
-        return Target(provider=name, requests=requests, discovery=workers, routed=True, query=query)
+        return Target(
+            provider=name,
+            requests=requests,
+            discovery=workers,
+            listing=listing,
+            routed=True,
+            query=query,
+        )
     listed = _split(workers, scheme)
     if not listed:
         message = f"workers={workers!r} names no address; write workers=HOST:PORT,..."
         raise ConfigError(message)
     return Target(provider=name, requests=requests, workers=listed, routed=True, query=query)
+
+
+def _listing(query: Mapping[str, str], frontend: str) -> str | None:
+    """Where `discovery=` says that workers are listed; a port alone is one of the frontend's host.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    given = query.get("discovery")
+    if given is None:
+        return None
+    parts = urlsplit(frontend)
+    if given.isdecimal():
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        given = f"{host}:{given}"
+    return base_url(given, scheme=parts.scheme)
 
 
 def _query(text: str) -> dict[str, str]:

@@ -43,6 +43,7 @@ class HTTPCall:
             transport refuses a call that has one.
         grant: the key that the route takes, where an engine tells the two apart; None = the key
             of the plane that sends the call.
+        base: another base URL than that of the flow the call is part of; None = that one.
     """
 
     method: str
@@ -52,6 +53,7 @@ class HTTPCall:
     body: bytes | None = None
     attachment: object | None = None
     grant: Grant | None = None
+    base: str | None = None
 
     def __str__(self) -> str:
         query = "&".join(f"{k}={v}" for k, v in self.query.items())

@@ -8,7 +8,8 @@ import pytest
 
 from genapi import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Capabilities, WorkerFacts
-from genapi.providers.vllm.admin import CACHES, VLLMAdmin
+from genapi.providers.shapes.caches import CACHES
+from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.verdicts import PATTERNS, ROWS, VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Reached, Seen, verdicts_of
 from genapi.publication.plan import PausePlan

@@ -103,7 +103,7 @@ def receivers() -> Iterator[list[Receiver]]:
 
 
 def towards_sglang(**settings: Any) -> Any:
-    return Gloo(**settings).towards(provider("sglang").admin.receivers)
+    return Gloo(**settings).towards(provider("sglang").administer(None).receivers)
 
 
 async def joined(transport: Any, receivers: list[Receiver]) -> Sender:
@@ -187,12 +187,12 @@ async def test_receivers_of_torchs_own_fail_at_once_when_the_sender_leaves(
 
 def test_one_transport_serves_both_kinds_of_receivers() -> None:
     gloo = Gloo(bucket_bytes=1 << 20, timeout_s=7)
-    assert gloo.towards(provider("vllm").admin.receivers) is gloo
+    assert gloo.towards(provider("vllm").administer(None).receivers) is gloo
     plain = towards_sglang(bucket_bytes=1 << 20, timeout_s=7)
     assert (plain.backend, plain.acknowledges, plain.digests) == ("gloo", False, False)
     assert (plain.bucket_bytes, plain.timeout_s) == (1 << 20, 7)
     memory = Memory()
-    assert memory.towards(provider("sglang").admin.receivers) is memory
+    assert memory.towards(provider("sglang").administer(None).receivers) is memory
 
 
 def test_a_dtype_that_gloo_does_not_broadcast_travels_packed_only() -> None:

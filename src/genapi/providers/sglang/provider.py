@@ -2,7 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 
-from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
+from genapi.providers.base import (
+    Admin,
+    Capabilities,
+    DecodeContext,
+    Directory,
+    Pin,
+    StreamDecoder,
+    WorkerFacts,
+)
 from genapi.providers.sglang import discovery, generate, render
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.errors import error_of
@@ -18,7 +26,13 @@ class SGLang:
     """SGLang 0.5.19 to 0.5.23 over its native routes; see `providers.base.Provider`."""
 
     name = "sglang"
-    admin: Admin = SGLangAdmin()
+    directory: Directory | None = None
+    _admin: Admin = SGLangAdmin()
+
+    def administer(self, facts: WorkerFacts | None) -> Admin:
+        """The administration of every SGLang server."""
+        del facts
+        return self._admin
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
@@ -49,8 +63,10 @@ class SGLang:
         model: str | None,
         salt: str | None,
         stream: bool,
+        pin: Pin | None = None,
     ) -> HTTPCall:
         """The call that asks for this generation."""
+        del pin
         return generate.encode(request, wire_id=wire_id, model=model, salt=salt, stream=stream)
 
     def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:

@@ -3,30 +3,27 @@
 The rule of this file: every option is sent, none is left to a default of the server, and `/pause`
 gets its options in the query (a JSON body is ignored, and the default aborts; transcript 31).
 
-What vLLM can do about caches (`contracts/vllm.md` section 4, RUN 49c): `clear_cache=true` drops the
-prefix cache and makes frozen requests recompute, both together; `clear_cache=false` keeps both;
-nothing separates them while requests are frozen. `CACHES` says what follows for each plan. A
-plan that clears does so twice, when pausing and once more before resuming: the second answer says
-whether it was done, which the first does not.
+What vLLM can do about caches is in `shapes.caches`. A plan that clears does so twice, when pausing
+and once more before resuming: the second answer says whether it was done, which the first does not.
 """
 
 from collections.abc import Mapping
 from hashlib import sha256
-from types import MappingProxyType
 from typing import Any
 
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import WorkerFacts
+from genapi.providers.shapes.caches import clears
 from genapi.providers.shapes.errors import NOT_FOUND
 from genapi.providers.vllm.verdicts import VERDICTS, answer_of
 from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
-from genapi.publication.plan import InFlightKV, PausePlan, PrefixCache
+from genapi.publication.plan import PausePlan
 from genapi.publication.receivers import Receivers
 from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls
 from genapi.wire.http import HTTPCall, json_body
 
-__all__ = ("CACHES", "VLLMAdmin")
+__all__ = ("VLLMAdmin",)
 
 _HEALTH = HTTPCall(method="GET", path="/health")
 _LABEL = HTTPCall(method="GET", path="/weight_info")
@@ -38,39 +35,10 @@ _NOTHING = sha256(b"").hexdigest()
 _RESETS = 3
 _HERE = "this vLLM server"
 
-CACHES: Mapping[tuple[bool, InFlightKV, PrefixCache], bool | str] = MappingProxyType(
-    {
-        # (requests are frozen, in_flight_kv, prefix_cache): clear_cache, or why it cannot be
-        (True, "recompute", "flush"): True,
-        (True, "recompute", "salt"): True,
-        (True, "recompute", "stale"): (
-            "vLLM cannot let frozen requests recompute and keep its prefix cache: use "
-            "prefix_cache='flush' or 'salt', or in_flight_kv='stale'"
-        ),
-        (True, "stale", "flush"): (
-            "vLLM cannot flush its prefix cache while frozen requests hold blocks of it: use "
-            "prefix_cache='salt', or in_flight_kv='recompute'"
-        ),
-        (True, "stale", "salt"): False,
-        (True, "stale", "stale"): False,
-        (False, "recompute", "flush"): True,
-        # Requests queued before the new salt was known would find entries under the old one.
-        (False, "recompute", "salt"): True,
-        (False, "recompute", "stale"): False,
-    }
-)
-
 
 def _post(path: str, body: Any = None, **query: str) -> HTTPCall:
     content = None if body is None else json_body(body)
     return HTTPCall(method="POST", path=path, query=query, body=content)
-
-
-def _clears(plan: PausePlan) -> bool:
-    row = CACHES[plan.mode == "keep", plan.in_flight_kv, plan.prefix_cache]
-    if isinstance(row, str):
-        raise UnsupportedError(row)
-    return row
 
 
 class VLLMAdmin:
@@ -89,7 +57,7 @@ class VLLMAdmin:
                 plan cannot be carried out.
             ConfigError: it sleeps, or receives weights by another backend.
         """
-        _clears(plan)
+        clears(plan)
         facts.capabilities.require("admin", where=_HERE)
         if facts.role is not Role.UNIFIED:
             raise UnsupportedError(
@@ -121,7 +89,7 @@ class VLLMAdmin:
 
     def pause(self, plan: PausePlan) -> Flow[Answer]:
         """Stop generating, as the plan says; answers when the engine is idle."""
-        clear = "true" if _clears(plan) else "false"
+        clear = "true" if clears(plan) else "false"
         reply = yield from call(_post("/pause", mode=_MODES[plan.mode], clear_cache=clear))
         return answer_of(Op.PAUSE, reply)
 
@@ -219,7 +187,7 @@ class VLLMAdmin:
 
     def resume(self, plan: PausePlan) -> Flow[Answer]:
         """Go on; a plan that clears is carried out first, and without success nobody goes on."""
-        if _clears(plan):
+        if clears(plan):
             for _ in range(_RESETS):
                 reset = yield from call(
                     _post(

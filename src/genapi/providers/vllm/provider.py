@@ -2,7 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 
-from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
+from genapi.providers.base import (
+    Admin,
+    Capabilities,
+    DecodeContext,
+    Directory,
+    Pin,
+    StreamDecoder,
+    WorkerFacts,
+)
 from genapi.providers.vllm import discovery, generate, render
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.errors import error_of
@@ -18,7 +26,13 @@ class VLLM:
     """vLLM 0.31 to 0.33 over its own routes; see `providers.base.Provider`."""
 
     name = "vllm"
-    admin: Admin = VLLMAdmin()
+    directory: Directory | None = None
+    _admin: Admin = VLLMAdmin()
+
+    def administer(self, facts: WorkerFacts | None) -> Admin:
+        """The administration of every vLLM server."""
+        del facts
+        return self._admin
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
@@ -48,8 +62,10 @@ class VLLM:
         model: str | None,
         salt: str | None,
         stream: bool,
+        pin: Pin | None = None,
     ) -> HTTPCall:
         """The call that asks for this generation."""
+        del pin
         return generate.encode(request, wire_id=wire_id, model=model, salt=salt, stream=stream)
 
     def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:

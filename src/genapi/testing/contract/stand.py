@@ -4,7 +4,7 @@ The rule of this file: a body learns what an engine is called and how its routes
 nothing else that tells one from another.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,11 +14,14 @@ import anyio
 
 import genapi
 from genapi.events import AdminCalled, Event
+from genapi.providers.base import Admin
+from genapi.publication.evidence import Answer
 from genapi.publication.plan import PausePlan
 from genapi.transports.base import Transport
 from genapi.types.config import PublishTimeouts
 from genapi.types.response import LogprobsMode
 from genapi.weights.base import WeightSource, WeightTransport
+from genapi.wire.flow import Flow
 
 from .manifest import CarrierName
 from .meddling import Action, Meddling, Trouble
@@ -201,17 +204,18 @@ class Stand:
 
     async def label(self, worker: int, label: str) -> None:
         """Label a worker as somebody else would."""
-        await self._administer(worker, self.fleet.provider.admin.label(label))
+        await self._administer(worker, lambda admin: admin.label(label))
 
     async def pause(self, worker: int) -> None:
         """Pause a worker as somebody else would."""
         plan = PausePlan("keep", "recompute", "flush")
-        await self._administer(worker, self.fleet.provider.admin.pause(plan))
+        await self._administer(worker, lambda admin: admin.pause(plan))
 
-    async def _administer(self, worker: int, flow: Any) -> None:
-        url = list(self.fleet.membership.members)[worker]
+    async def _administer(self, worker: int, asked: Callable[[Admin], Flow[Answer]]) -> None:
+        member = list(self.fleet.membership.members.values())[worker]
+        flow = asked(self.fleet.provider.administer(member.facts))
         control = self.fleet.control
-        answer = await control.run(url, flow, operation="meddle", timeout_s=_LIMIT_S)
+        answer = await control.run(member.url, flow, operation="meddle", timeout_s=_LIMIT_S)
         assert answer.done, answer
 
     @asynccontextmanager
