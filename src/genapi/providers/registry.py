@@ -12,6 +12,7 @@ from genapi.providers.base import Provider
 __all__ = ("embedded_cluster_type", "package", "provider", "provider_names")
 
 _BUILT_IN = {
+    "dynamo": "genapi.providers.dynamo.provider:Dynamo",
     "sglang": "genapi.providers.sglang.provider:SGLang",
     "vllm": "genapi.providers.vllm.provider:VLLM",
 }

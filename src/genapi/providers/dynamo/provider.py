@@ -1,0 +1,74 @@
+"""`Dynamo`: the provider that the registry names."""
+
+from collections.abc import Sequence
+
+from genapi.providers.base import (
+    Admin,
+    Capabilities,
+    DecodeContext,
+    Directory,
+    Pin,
+    StreamDecoder,
+    WorkerFacts,
+)
+from genapi.providers.dynamo import discovery, generate
+from genapi.providers.dynamo.admin import admin_of
+from genapi.providers.dynamo.errors import error_of
+from genapi.types.request import GenerateRequest
+from genapi.types.response import GenerateResponse
+from genapi.wire.flow import Flow
+from genapi.wire.http import HTTPCall, HTTPReply
+
+__all__ = ("Dynamo",)
+
+
+class Dynamo:
+    """Dynamo 1.6: requests through a frontend; see `providers.base.Provider`."""
+
+    name = "dynamo"
+    directory: Directory | None = discovery.DynamoDirectory()
+
+    def administer(self, facts: WorkerFacts | None) -> Admin:
+        """The administration of a worker, by the routes that it advertises."""
+        return admin_of(facts)
+
+    def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
+        """Raise before any I/O what cannot be asked."""
+        generate.check(request, capabilities)
+
+    def encode(
+        self,
+        request: GenerateRequest,
+        *,
+        wire_id: str,
+        model: str | None,
+        salt: str | None,
+        stream: bool,
+        pin: Pin | None = None,
+    ) -> HTTPCall:
+        """The call that asks for this generation."""
+        return generate.encode(
+            request, wire_id=wire_id, model=model, salt=salt, stream=stream, pin=pin
+        )
+
+    def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
+        """The reply as a value."""
+        return generate.decode(reply, context)
+
+    def stream_decoder(self, context: DecodeContext) -> StreamDecoder:
+        """A decoder for one streamed reply."""
+        return generate.stream_decoder(context)
+
+    def raise_for_status(self, reply: HTTPReply, context: DecodeContext) -> None:
+        """Raise the typed error that a non-2xx answer is."""
+        if not reply.ok:
+            raise error_of(reply, now=context.now, pinned=context.worker)
+
+    def abort(self, wire_ids: Sequence[str]) -> HTTPCall | None:
+        """There is no such call: workers know a request by an id that the frontend makes."""
+        del wire_ids
+        return None
+
+    def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
+        """What a worker says itself besides what the list says of it."""
+        return discovery.inspect(known if known is not None else WorkerFacts(instance=None))

@@ -1,0 +1,227 @@
+"""Replies of a Dynamo frontend as values: unary and streamed."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genapi import (
+    FinishReason,
+    IncompleteError,
+    NotReadyError,
+    ProviderError,
+    ReplyError,
+)
+from genapi.types.ids import WorkerId
+from genapi.wire.http import HTTPReply
+from tests.support.dynamo_wire import (
+    BIG,
+    PROMPT,
+    PROVIDER,
+    URL,
+    Recorded,
+    asked_for,
+    chunk,
+    context,
+    decode,
+    recorded,
+    request,
+    sse,
+    stream,
+    usage,
+)
+
+NAN = float("nan")
+
+
+def same(actual: Any, expected: list[float]) -> bool:
+    return np.array_equal(actual, np.array(expected, dtype=np.float32), equal_nan=True)
+
+
+def worker(instance: int) -> WorkerId:
+    return WorkerId(provider="dynamo", instance=str(instance))
+
+
+def read(call: Recorded, **more: Any) -> Any:
+    return PROVIDER.decode(call.reply, context(asked_for(call), **more))
+
+
+def test_a_recorded_reply_of_a_real_worker_becomes_ids_scores_and_its_worker() -> None:
+    (call,) = recorded("vllm_completions_token_in_out")
+    reply = read(call, logprobs_mode="processed")
+    out = reply.output
+    assert out.token_ids == [1466, 143, 311]
+    assert same(out.logprobs, [-7.1671743, -7.182731, -7.1083927])
+    assert reply.prompt_token_ids == PROMPT
+    assert same(reply.prompt_logprobs, [NAN, -7.580191612243652, -7.454683303833008])
+    assert (out.text, out.finish_reason) == (" w1148� lazy", FinishReason.LENGTH)
+    assert reply.usage.model_dump() == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "cached_tokens": 0,
+    }
+    assert reply.worker == worker(11520951515806797779)
+    assert (reply.prefill_worker, reply.logprobs_mode) == (None, "processed")
+    assert out.policy.oldest is None
+    assert out.extra["engine_data"]["kv_cache_hit"] == {"prompt_tokens": 3, "reused_tokens": 0}
+    assert out.extra["timing"]["ttft_ms"] > 0
+
+
+def test_a_recorded_stream_gives_the_same_reply_as_one_in_one_piece() -> None:
+    (call,) = recorded("vllm_completions_stream")
+    reply = stream(call.reply.body, asked_for(call), step=7)
+    assert reply.output.token_ids == [1466, 143]
+    assert same(reply.output.logprobs, [-7.1671743, -7.182731])
+    assert reply.usage.cached_tokens == 0
+    assert reply.worker == worker(11520951515806797779)
+    assert "migrated" not in reply.output.extra
+
+
+def test_ids_of_workers_beyond_what_a_float_holds_are_exact() -> None:
+    reply = decode(chunk([1], "stop", workers=(BIG - 1, BIG)), request())
+    assert (reply.worker, reply.prefill_worker) == (worker(BIG), worker(BIG - 1))
+    assert int(float(BIG)) != BIG
+
+
+def test_an_error_in_a_stream_that_ends_properly_is_an_error_that_keeps_the_tokens() -> None:
+    call = recorded("stream_worker_killed_migration_0")[0]
+    lines = [f for f in call.reply.body.split(b"\n\n") if not f.startswith(b"...")]
+    decoder = PROVIDER.stream_decoder(context(request(prompt=[4, 5], max_tokens=60, logprobs=None)))
+    with pytest.raises(NotReadyError, match="temporarily unavailable") as caught:
+        decoder.feed(b"\n\n".join(lines))
+    assert caught.value.status == 503
+    assert caught.value.partial.output.token_ids == [1002, 1003, 1004, 1017]
+    assert caught.value.partial.output.finish_reason == FinishReason.ERROR
+
+
+def test_a_reply_that_moved_between_workers_is_recognised_and_names_none_of_them() -> None:
+    before, moved = recorded("migration_on_worker_killed")
+    whole = read(before)
+    assert whole.worker == worker(494050885681282234)
+    assert "migrated" not in whole.output.extra
+
+    remarks: list[str] = []
+    reply = read(moved, remark=remarks.append)
+    assert reply.output.extra["migrated"] is True
+    assert (reply.worker, reply.prefill_worker) == (None, None)
+    assert len(reply.output.token_ids) == len(reply.output.logprobs) == 30
+    assert reply.output.policy.is_mixed
+    assert any("--migration-limit 0" in remark for remark in remarks)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        chunk([9], "length", engine_data={"completion_token_ids": [9]}),
+        chunk([9], "length"),
+    ],
+)
+def test_either_sign_of_a_migration_is_enough(last: dict[str, Any]) -> None:
+    prompt = 3 if "engine_data" in last["nvext"] else 4
+    body = sse(chunk([7]), last, usage(prompt, 2))
+    reply = stream(body, request(logprobs=None))
+    assert reply.output.extra["migrated"] is True
+
+
+def test_what_a_worker_of_ones_own_says_is_kept_and_not_believed() -> None:
+    *_, first, second = recorded("custom_worker_weight_version_in_engine_data")
+    reply = read(first)
+    assert reply.output.extra["engine_data"]["weight_version"] == 1
+    assert reply.output.policy.oldest is None
+    assert reply.worker == worker(5363937753380972144)
+    assert read(second).worker == worker(BIG)
+
+
+def test_a_worker_without_scores_gives_nan_and_is_remarked_upon() -> None:
+    call = recorded("mocker_generation")[0]
+    remarks: list[str] = []
+    reply = read(call, remark=remarks.append)
+    assert reply.output.token_ids == [1935, 1424]
+    assert np.isnan(reply.output.logprobs).all()
+    assert remarks == ["2 of 2 tokens have no usable logprob (NaN)"]
+
+
+def test_the_number_that_stands_for_no_score_is_nan() -> None:
+    body = chunk([1, 2], "stop", scores=[-1e30, -0.5])
+    reply = decode(body, request())
+    assert same(reply.output.logprobs, [NAN, -0.5])
+
+
+def test_a_prompt_as_text_comes_back_as_ids() -> None:
+    asked = request().model_copy(update={"prompt_token_ids": None, "prompt": "w7 w8"})
+    reply = decode(chunk([1], "stop", prompt_token_ids=[89, 25]), asked)
+    assert reply.prompt_token_ids == [89, 25]
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [
+        ("stop", FinishReason.STOP),
+        ("length", FinishReason.LENGTH),
+        ("cancelled", FinishReason.ABORT),
+        ("error", FinishReason.ERROR),
+        ("content_filter", FinishReason.OTHER),
+    ],
+)
+def test_finish_reasons_are_named(finish: str, reason: FinishReason) -> None:
+    out = decode(chunk([1], finish), request()).output
+    assert (out.finish_reason, out.finish_raw) == (reason, finish)
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        ({"id": "x"}, "no choices"),
+        (chunk([1, 2], "stop", scores=[-1.0]), "2 new token ids with 1 token_logprobs"),
+        (chunk([1], "stop", prompt_token_ids=[4, 5, 7]), "prompt changed by server"),
+        (chunk(list(range(17)), "stop"), "17 tokens, max_tokens is 16"),
+        (chunk([-1], "stop"), "breaks its contract"),
+        ({"choices": [{"text": "a", "index": 0, "finish_reason": "stop"}]}, "completion_token_ids"),
+        (b"<html>", "not JSON"),
+    ],
+)
+def test_a_broken_reply_is_an_error_that_keeps_the_body(body: Any, match: str) -> None:
+    with pytest.raises(ReplyError, match=match) as caught:
+        decode(body, request())
+    assert caught.value.body
+
+
+def test_scores_of_the_prompt_that_lack_its_own_id_break_the_contract() -> None:
+    scores = [None, {"7": {"logprob": -1.0, "rank": 1}}, {"6": {"logprob": -1.0, "rank": 1}}]
+    body = chunk([1], "stop", prompt_token_ids=PROMPT, prompt_logprobs=scores)
+    with pytest.raises(ReplyError, match="do not score token 5 at position 1"):
+        decode(body, request(prompt_logprobs=0))
+
+
+def test_tokens_after_the_finish_reason_break_the_contract() -> None:
+    with pytest.raises(ReplyError, match="goes on with 1 tokens after its finish reason 'stop'"):
+        stream(sse(chunk([1], "stop"), chunk([2])), request())
+
+
+@pytest.mark.parametrize(
+    ("body", "framed"),
+    [
+        (sse(chunk([1])), True),
+        (sse(chunk([1], "stop"), done=False), False),
+        (sse(chunk([1], "stop"), done=False)[:-4], False),
+    ],
+)
+def test_a_stream_without_an_end_is_incomplete(body: bytes, framed: bool) -> None:
+    with pytest.raises(IncompleteError) as caught:
+        stream(body, request(), framed=framed)
+    assert caught.value.partial is not None
+
+
+def test_unknown_fields_are_kept() -> None:
+    body = chunk([1], "stop", routed_experts=[[1]])
+    body["choices"][0]["later"] = 1
+    body["service_tier"] = "x"
+    extra = decode(body, request()).output.extra
+    assert (extra["routed_experts"], extra["later"], extra["service_tier"]) == ([[1]], 1, "x")
+
+
+def test_an_error_inside_a_200_is_an_error() -> None:
+    body = json.dumps({"error": {"message": "boom", "type": "x", "code": 500}}).encode()
+    with pytest.raises(ProviderError, match="500: boom"):
+        PROVIDER.decode(HTTPReply(200, body, {}, URL), context(request()))
