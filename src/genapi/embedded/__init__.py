@@ -6,6 +6,7 @@ with the rest of genapi, so that neither can hide the other's mistake.
 
 from .calls import ByteStream, Call, Reply
 from .clock import Clock, RealClock, VirtualClock
+from .dynamo import DynamoConfig
 from .engine import Engine, EngineConfig
 from .faults import Action, Fault, FaultPlan, parse_faults
 from .sglang import SglangConfig
@@ -18,6 +19,7 @@ __all__ = (
     "Call",
     "Clock",
     "Cluster",
+    "DynamoConfig",
     "Engine",
     "EngineConfig",
     "Fault",

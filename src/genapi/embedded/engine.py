@@ -124,9 +124,17 @@ class Engine:
     # requests
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], *, sampling: Sampling, salt: str | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        sampling: Sampling,
+        salt: str | None = None,
+        handed: Sequence[Floats] | None = None,
     ) -> Request:
         """Queue a request; it starts with the next step that has room for it.
+
+        `handed`: values of its first positions that another engine computed.
 
         Raises:
             EngineDeadError: The engine is dead.
@@ -140,6 +148,7 @@ class Engine:
             ]
         rngs = [np.random.Generator(np.random.PCG64(stream)) for stream in streams]
         request = Request(request_id, prompt, sampling, salt=salt, rngs=rngs)
+        request.handed = handed
         self._requests[request] = None
         self._waiting.extend(request.tracks)
         self._wake.set()
@@ -415,7 +424,9 @@ class Engine:
         request, model = track.request, self._model
         tokens = track.tokens
         fresh = track.hidden is None
-        if fresh and self.config.prefix_caching:
+        if fresh and request.handed is not None:
+            track.rows, request.handed = list(request.handed), None
+        elif fresh and self.config.prefix_caching:
             reusable = request.sampling.reusable
             track.rows = self.cache.lookup(request.salt, tokens)[:reusable] if reusable != 0 else []
             if not track.output and track.index == 0:

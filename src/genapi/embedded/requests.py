@@ -86,6 +86,8 @@ class Request:
         self.sampling = sampling
         self.salt = salt
         self.cached_tokens = 0
+        self.handed: Sequence[Floats] | None = None
+        """Values of its first positions from another engine, until they are taken over."""
         self.prompt_scores: list[tuple[Score, ...]] | None = None
         self.prompt_listed: list[tuple[float, ...]] = []
         self.ending = False

@@ -14,11 +14,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
 from .calls import ByteStream, Call, Reply
+from .clock import Clock
 from .engine import Engine, EngineConfig
 from .faults import Fault
 from .protocol import Identity
@@ -234,6 +235,13 @@ class SglangConfig(SglangFlags):
             caches_while_running=False,
             logprobs_mode="raw_logprobs" if self.return_original_logprob else "scaled_logprobs",
         )
+
+    def spread(self, count: int) -> Sequence[Self]:
+        """Every server is built from the same."""
+        return [self] * count
+
+    def front(self, clock: Clock, *, epoch_s: float) -> None:
+        """Nothing stands before the servers."""
 
     def build(self, engine: Engine, identity: Identity) -> "SglangServer":
         """A server that just came up."""

@@ -5,16 +5,17 @@ Switches of the configuration are flags and environment of a real server. Replie
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import count
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import anyio
 
 from .calls import ByteStream, Call, Reply
+from .clock import Clock
 from .engine import Engine, EngineConfig, EngineDeadError, Pause, PauseMode
 from .faults import Fault
 from .protocol import Identity
@@ -58,6 +59,13 @@ class VllmConfig(VllmFlags):
                 "logprobs_mode='scaled_logprobs': vLLM has raw_logprobs and processed_logprobs"
             )
         return engine
+
+    def spread(self, count: int) -> Sequence[Self]:
+        """Every server is built from the same."""
+        return [self] * count
+
+    def front(self, clock: Clock, *, epoch_s: float) -> None:
+        """Nothing stands before the servers."""
 
     def build(self, engine: Engine, identity: Identity) -> "VllmServer":
         """A server that just came up."""

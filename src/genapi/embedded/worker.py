@@ -14,16 +14,21 @@ import anyio
 
 from .calls import Call, Reply
 from .clock import Clock, VirtualClock
+from .dynamo import DynamoConfig
 from .engine import Engine, EngineConfig, EngineDeadError
 from .faults import Fault, FaultPlan
-from .protocol import Identity, Server, ServerConfig
+from .protocol import Front, Identity, Server, ServerConfig
 from .sglang import SglangConfig
 from .vllm import VllmConfig
 
 __all__ = ("PROTOCOLS", "Cluster", "Worker", "read_config")
 
 T = TypeVar("T")
-PROTOCOLS: Mapping[str, type[ServerConfig]] = {"sglang": SglangConfig, "vllm": VllmConfig}
+PROTOCOLS: Mapping[str, type[ServerConfig]] = {
+    "dynamo": DynamoConfig,
+    "sglang": SglangConfig,
+    "vllm": VllmConfig,
+}
 _EPOCH_S = 1_795_000_000.0
 
 
@@ -56,6 +61,8 @@ class Worker:
         self._index = index
         self._epoch_s = epoch_s
         self._starts = 0
+        self.ended: list[tuple[Server, float]] = []
+        """The servers of processes that ended, and when, oldest first."""
         self._process = self._spawn()
 
     @property
@@ -67,6 +74,11 @@ class Worker:
     def alive(self) -> bool:
         """Whether the process takes connections, be its engine dead or not."""
         return not self._process.gone.is_set()
+
+    @property
+    def server(self) -> Server:
+        """The server of the current process, also when that has ended."""
+        return self._process.server
 
     @property
     def engine(self) -> Engine:
@@ -180,6 +192,8 @@ class Worker:
             raise ConnectionResetError(f"worker {self._index} went away")
 
     def _end(self, process: "_Process") -> None:
+        if not process.gone.is_set():
+            self.ended.append((process.server, self._clock.now()))
         process.gone.set()
         process.engine.fail(ConnectionResetError(f"worker {self._index} went away"))
 
@@ -206,13 +220,20 @@ class _Process:
 class Cluster:
     """Workers in this process, named `memory://0`, `memory://1`, ... under one clock.
 
+    What stands before them has the first of these names.
+
     Open it, or use it as an async context manager; it may be closed by another task than the one
     that opened it.
     """
 
-    def __init__(self, workers: Iterable[Worker], *, clock: Clock) -> None:
+    def __init__(
+        self, workers: Iterable[Worker], *, clock: Clock, front: Front | None = None
+    ) -> None:
         self.workers = tuple(workers)
         self.clock = clock
+        self.front = front
+        if front is not None:
+            front.attach(self.workers, self.names[front.addresses :])
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -229,13 +250,22 @@ class Cluster:
         config, engine = read_config(rest)
         time = VirtualClock() if clock is None else clock
         return cls(
-            [Worker(config, engine, clock=time, index=index) for index in range(size)], clock=time
+            [
+                Worker(own, engine, clock=time, index=index)
+                for index, own in enumerate(config.spread(size))
+            ],
+            clock=time,
+            front=config.front(time, epoch_s=_EPOCH_S),
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Addresses of the workers, in order."""
-        return tuple(f"memory://{index}" for index in range(len(self.workers)))
+        """Addresses of what stands before the workers, then of these, in order."""
+        return tuple(f"memory://{index}" for index in range(self._before + len(self.workers)))
+
+    @property
+    def _before(self) -> int:
+        return 0 if self.front is None else self.front.addresses
 
     async def open(self) -> None:
         """Start the workers; after `aclose`, as new processes."""
@@ -266,8 +296,10 @@ class Cluster:
         await self.aclose()
 
     async def handle(self, worker: int, call: Call) -> Reply:
-        """Answer a call to one worker; see `Worker.handle`."""
-        return await self.workers[worker].handle(call)
+        """Answer a call to one address, most often of a worker; see `Worker.handle`."""
+        if self.front is not None and worker < self.front.addresses:
+            return await self.front.handle(worker, call)
+        return await self.workers[worker - self._before].handle(call)
 
 
 def read_config(query: Mapping[str, str]) -> tuple[ServerConfig, EngineConfig]:
