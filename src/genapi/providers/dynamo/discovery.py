@@ -133,7 +133,6 @@ class DynamoDirectory:
         names = _names(models)
         if model is None and len(names) == 1:
             model = names[0]
-        mine = [w for w in found if model is None or w.model in (None, model)]
         ready: _Ready | None = None
         if model is not None:
             reply = yield from call(
@@ -143,7 +142,7 @@ class DynamoDirectory:
             )
             ready = _ready(reply)
         counts = _counts(ready)
-        workers = _workers(mine, instances, model=model, splits=_splits(counts, instances))
+        workers = _workers(found, instances, model=model, splits=_splits(counts, instances))
         return Listing(
             workers=workers,
             missing=_missing(workers, names, model=model, ready=ready, counts=counts),
@@ -329,15 +328,16 @@ _ORDER = {Role.UNIFIED: 0, Role.PREFILL: 1, Role.DECODE: 2}
 def _workers(
     listed: Sequence[_Worker], instances: Sequence[_Instance], *, model: str | None, splits: bool
 ) -> tuple[Listed, ...]:
-    splits = splits or any("prefill" in w.component for w in listed)
-    found = [_of_list(worker, model=model, splits=splits) for worker in listed]
-    known = {(w.facts.id.namespace, w.facts.instance) for w in found if w.facts.id is not None}
+    known = {(worker.namespace, worker.instance_id) for worker in listed}
+    mine = [w for w in listed if model is None or w.model in (None, model)]
+    splits = splits or any("prefill" in w.component for w in mine)
+    found = [_of_list(worker, model=model, splits=splits) for worker in mine]
     # Of several models one cannot tell whose an instance is that names none.
     others = instances if len({w.model for w in listed} - {None}) <= 1 else ()
     found += [
         _of_frontend(one, model=model, splits=splits)
         for one in others
-        if (one.namespace, str(one.instance_id)) not in known
+        if (one.namespace, one.instance_id) not in known
     ]
     return tuple(sorted(found, key=_place))
 
