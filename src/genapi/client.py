@@ -505,10 +505,11 @@ class Client:
         if self._can_abort or sending is None:
             yield
             return
-        if not sending.is_cut:
-            sending.scope = anyio.CancelScope()
-            with sending.scope:
-                yield
+        sending.scope = anyio.CancelScope()
+        if sending.is_cut:
+            sending.scope.cancel()
+        with sending.scope:
+            yield
 
     async def _send_abort(self, url: str, call: HTTPCall, asked_there: bool) -> None:  # noqa: FBT001 - start_soon passes by position
         # A router is asked as it was for the generation: it gets no key of administration.

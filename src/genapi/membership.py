@@ -266,17 +266,22 @@ class Membership:
         While this process publishes nobody is forgotten: who is gone is only suspect then.
         """
         known = {member.id: member for member in self.members.values() if member.id is not None}
+        taken = {worker.url for worker in listed if worker.error is None}
         before, members = self.members, dict[str, Member]()
         for worker in listed:
             identity = worker.facts.id
             member = None if identity is None else known.get(identity)
-            member = member or before.get(worker.url)
+            if worker.error is not None:
+                # Who cannot be reached is nobody new, and has nothing where another took its place.
+                if member is None or member.url in taken:
+                    continue
+                member.suspect = True
+            elif member is None:
+                member = before.get(worker.url)
             if member is None:
                 is_late = self.committed is not None or self.publishing
                 member = Member(worker.url, joined=is_late, on_change=self._changed)
-            if worker.error is not None:
-                member.suspect = True
-            elif member.id == worker.facts.id:
+            elif worker.error is None and member.id == identity:
                 member.url = worker.url
             members[member.url] = member
         for url, member in before.items():
