@@ -348,7 +348,7 @@ class _Collective(_Sidecar):
         if not answer.done:
             return answer
         results = reply.json_object().get("results")
-        if not isinstance(results, list) or any(result is not None for result in results):
+        if not isinstance(results, list) or {*map(type, results)} != {type(None)}:
             # Every rank answers for itself, and none of these methods has anything to say.
             return Answer(Observed.REJECTED, f"collective_rpc {method} answered {results!r}")
         return answer
