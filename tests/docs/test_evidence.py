@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from genapi.providers.dynamo import verdicts as dynamo
 from genapi.providers.sglang import verdicts as sglang
 from genapi.providers.vllm import verdicts as vllm
 from genapi.publication.evidence import Pattern, Row, markdown
@@ -13,7 +14,11 @@ PAGES = pathlib.Path(__file__).parents[2] / "docs" / "reference"
 
 engines = pytest.mark.parametrize(
     ("name", "rows", "patterns"),
-    [("vllm", vllm.ROWS, vllm.PATTERNS), ("sglang", sglang.ROWS, sglang.PATTERNS)],
+    [
+        ("vllm", vllm.ROWS, vllm.PATTERNS),
+        ("sglang", sglang.ROWS, sglang.PATTERNS),
+        ("dynamo", dynamo.ROWS, dynamo.PATTERNS),
+    ],
 )
 
 

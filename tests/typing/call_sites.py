@@ -14,6 +14,22 @@ import genapi
 from genapi import FinishReason, GenerateRequest, OffPolicyWindow, PolicyTrace, SamplingParams
 
 
+async def behind_a_frontend(prompt: list[int]) -> None:
+    async with genapi.connect("dynamo://frontend:8000?discovery=8001") as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        options = genapi.providers.dynamo.Options(extra_fields=("timing",))
+        request = GenerateRequest(
+            prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=16), options=options
+        )
+        reply = await fleet.generate(request)
+        assert_type(reply.worker, genapi.WorkerId | None)
+        assert_type(reply.prefill_worker, genapi.WorkerId | None)
+        async with genapi.WeightPublisher(fleet, transport=genapi.weights.Gloo()) as publisher:
+            report = await publisher.publish(3, genapi.weights.from_tensors({}))
+            for receipt in report.receipts:
+                print(receipt.worker, receipt.outcome, receipt.evidence, receipt.fence)
+
+
 async def rollout(prompt: list[int]) -> None:
     async with genapi.connect("vllm://127.0.0.1:8001,127.0.0.1:8002", model="tiny") as fleet:
         assert_type(fleet, genapi.Fleet)

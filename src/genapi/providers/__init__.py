@@ -6,9 +6,9 @@ A provider's package is imported on first use: `genapi.providers.vllm.Options`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from genapi.providers import sglang, vllm
+    from genapi.providers import dynamo, sglang, vllm
 
-__all__ = ("sglang", "vllm")
+__all__ = ("dynamo", "sglang", "vllm")
 
 
 def __getattr__(name: str) -> Any:

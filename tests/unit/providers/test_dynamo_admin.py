@@ -25,6 +25,7 @@ MODES: tuple[PauseMode, ...] = ("abort", "drain", "keep")
 KVS: tuple[InFlightKV, ...] = ("recompute", "stale")
 CACHES: tuple[PrefixCache, ...] = ("flush", "salt", "stale")
 KEPT = PausePlan("keep", "stale", "salt")
+NO_LOADER = "Worker failed with error ''Parameter' object has no attribute 'weight_loader'', please"
 
 
 def facts(family: str = "vllm", **more: Any) -> WorkerFacts:
@@ -197,8 +198,7 @@ TEXTS = [json.loads(c.reply.body).get("message", "") for c in RECORDED if c.repl
         (next(t for t in TEXTS if "no_such_rpc" in t), Observed.REFUSED),
         (next(t for t in TEXTS if "not configured" in t), Observed.REFUSED),
         (
-            "failed: Worker failed with error ''Parameter' object has no attribute 'weight_loader'',"
-            " please check",
+            NO_LOADER,
             Observed.REJECTED,
         ),
         (
