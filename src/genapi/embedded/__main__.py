@@ -1,4 +1,4 @@
-"""`python -m genapi.embedded`: one worker behind a socket.
+"""`python -m genapi.embedded`: one worker behind a socket, or a whole deployment behind several.
 
 Besides the options shown by `--help`, every field of the protocol's and the engine's configuration
 is an option: `--max-model-len 512 --api-key secret --step-s 0.01`.

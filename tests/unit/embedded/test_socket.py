@@ -58,6 +58,29 @@ def started(*options: str) -> Iterator[Server]:
             process.kill()
 
 
+def test_a_deployment_is_one_process_with_a_port_for_each_address() -> None:
+    options = ("--protocol", "dynamo", "--workers", "3", "--prefill", "1", "--seed", "1")
+    with started(*options) as running:
+        frontend, discovery, *workers = running.facts["urls"]
+        assert running.facts["url"] == frontend
+        assert running.call("GET", "/v1/models")[1]["data"][0]["id"] == "tiny"
+        running.address = urlsplit(discovery).netloc
+        listed = running.call("GET", "/v1/rl/workers")[1]["workers"]
+        assert sorted(w["system_url"] for w in listed) == sorted(workers)
+        running.address = urlsplit(workers[0]).netloc
+        status, body = running.call("POST", "/engine/get_weight_version", {})
+        assert (status, body["version_declared"]) == (200, False)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(LIMIT_S) == -signal.SIGTERM
+
+
+def test_a_process_of_one_worker_takes_no_number_of_workers() -> None:
+    command = [sys.executable, "-m", "genapi.embedded", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert "workers='2': this process is one worker" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with started("--seed", "1", "--max-model-len", "2000", "--step-s", "0.001") as running:
