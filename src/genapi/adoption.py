@@ -29,7 +29,7 @@ async def label_all(
     """Label every worker that does not carry the version yet, and read all labels back."""
     results = await fan_out(
         {
-            worker: partial(_label, fleet, member.url, version, timeouts=timeouts)
+            worker: partial(_label, fleet, member, version, timeouts=timeouts)
             for worker, member in members.items()
         }
     )
@@ -53,10 +53,9 @@ def check_adoptable(member: Member) -> None:
 
 
 async def _label(
-    fleet: Fleet, url: str, version: PolicyVersion, *, timeouts: PublishTimeouts
+    fleet: Fleet, member: Member, version: PolicyVersion, *, timeouts: PublishTimeouts
 ) -> str | None:
-    control = fleet.control
-    member = fleet.membership.members[url]
+    control, url = fleet.control, member.url
     admin = fleet.provider.administer(member.facts)
     if member.facts is not None:
         member.facts.capabilities.require("admin", where=url)

@@ -158,6 +158,7 @@ class Fleet:
         self._directory = _directory(self.provider, config)
         self._discovery: str | None = None
         self._listing = Listing(workers=(), missing="nothing was read yet")
+        self._unlisted: GenAPIError | None = None
         self._stack: AsyncExitStack | None = None
         self._client: Client | None = None
         self._control: Control | None = None
@@ -317,6 +318,27 @@ class Fleet:
         return self._client is not None
 
     @property
+    def is_discovered(self) -> bool:
+        """Whether its workers come and go as a directory lists them."""
+        return self._directory is not None
+
+    def check_discovered(self, *, whole: bool) -> None:
+        """Raise unless the last snapshot read a list of workers; for genapi's own publisher.
+
+        Args:
+            whole: whether it has to be the expected topology.
+
+        Raises:
+            FleetError: it could not be read, it is empty, or somebody is missing.
+        """
+        if self._unlisted is not None:
+            raise FleetError(str(self._unlisted)) from self._unlisted
+        if not self._membership.members:
+            raise FleetError(f"no workers are listed at {self._discovery}")
+        if whole:
+            self._membership.check(self.config.expect)
+
+    @property
     def membership(self) -> Membership:
         """What is known of the workers; for genapi's own publisher."""
         return self._membership
@@ -455,10 +477,17 @@ class Fleet:
         )
 
     async def _list(self) -> Listing:
-        """What the directory says in a read that starts from now on; all who ask share one."""
+        """What the directory says in a read that starts from now on; all who ask share one.
+
+        Raises:
+            FleetError: it cannot be read now, which says nothing of any worker.
+        """
         if self._lists is None:
             self._lists = _Look(self._read_list, every_s=1 / _LOOKS_PER_S)
-        listing = await self._lists.ask()
+        try:
+            listing = await self._lists.ask()
+        except (NotReadyError, TransportError) as error:
+            raise FleetError(f"the workers cannot be listed: {error}") from error
         if listing is None:
             raise FleetError(_CLOSED)
         return listing
@@ -535,9 +564,11 @@ class Fleet:
         """Inspect and take in these, or all (None), the board included; returns the failures."""
         if urls is None:
             self._followed_at = asyncio.get_running_loop().time()
+        self._unlisted = None
         try:
             results = await self._take_in_all(urls)
         except GenAPIError as error:
+            self._unlisted = error
             failures = {self._frontends[0]: error}
         else:
             failures = {url: r for url, r in results.items() if isinstance(r, GenAPIError)}
@@ -561,7 +592,9 @@ class Fleet:
         """Inspect one worker and take it in. Reads of one worker follow one another."""
         async with self._reading.setdefault(url, asyncio.Lock()):
             self._read_at[url] = asyncio.get_running_loop().time()
-            member = self._membership.members[url]
+            member = self._membership.members.get(url)
+            if member is None:
+                raise _unlisted(url, self._discovery)
             notes = member.notes
             facts = await self._inspect(
                 url, None if listing is None else self._listed(url, listing)
@@ -588,13 +621,13 @@ class Fleet:
         results: dict[str, Sight | GenAPIError] = {}
         with suppress(GenAPIError):  # without the directory nothing is seen of anybody
             results = await self._take_in_all(urls)
+        members = self._membership.members
         for url, result in results.items():
             # Only what says itself that it does not serve loses its traffic: a read that is slow
             # while weights move is no proof of anything.
-            if isinstance(result, NotReadyError) or (
-                isinstance(result, TransportError) and result.refused
-            ):
-                self._membership.members[url].suspect = True
+            refused = isinstance(result, TransportError) and result.refused
+            if (refused or isinstance(result, NotReadyError)) and url in members:
+                members[url].suspect = True
         sights = {u: None if isinstance(r, GenAPIError) else r for u, r in results.items()}
         feed = await self._heed_board()
         self._settle()

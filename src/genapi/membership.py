@@ -218,6 +218,8 @@ class Membership:
             notes: `member.notes` when the inspection started: a label that was noted since then is
                 newer than the one that the inspection read. None = take the one that was read.
         """
+        if url not in self.members:  # it had left, and is back
+            self.members[url] = Member(url, joined=True, on_change=self._changed)
         member = self.members[url]
         before = member.sight
         identity = self.identify(url, facts)

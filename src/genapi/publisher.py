@@ -482,8 +482,10 @@ class WeightPublisher:
         """Every worker, in rank order; one that was never reached goes by its address."""
         membership = self._fleet.membership
         unread = any(m.id is None or m.suspect for m in membership.members.values())
-        if fresh or unread:
+        if fresh or unread or self._fleet.is_discovered:
             await self._fleet.snapshot()
+        if self._fleet.is_discovered:
+            self._fleet.check_discovered(whole=self._min_workers is None)
         for member in membership.members.values():
             self._doubt(member)
         return {m.id or nameless(membership.provider, m): m for m in membership.members.values()}

@@ -347,6 +347,77 @@ async def test_a_pinned_request_is_never_migrated() -> None:
         assert len(errors) == 1
 
 
+async def test_a_worker_that_joined_is_in_the_next_publication() -> None:
+    async with deployed(3, options={"refresh_s": 1000.0}) as d:
+        d.workers[2].kill()
+        await d.cluster.clock.sleep(30)
+        assert len((await d.fleet.snapshot()).workers) == 2
+        await d.publish(1)
+        d.workers[2].restart()
+        async with d.publisher() as publisher:
+            report = await publisher.publish(2, from_tensors(weights(2)))
+        assert {r.worker.instance for r in report.receipts} == {d.id(n) for n in range(3)}
+
+
+async def test_nothing_is_published_to_less_than_the_expected_topology() -> None:
+    expect = Topology(workers=2)
+    async with deployed(2, options={"expect": expect}) as d:
+        await d.publish(1)
+        d.workers[1].kill()
+        await d.cluster.clock.sleep(30)
+        with pytest.raises(FleetError, match="1 of 2 workers seen"):
+            await d.publish(2)
+        assert d.workers[0].engine.label == "genapi:r:1:1"
+        await d.publish(2, on_partial="serve", min_workers=1)
+
+
+async def test_a_restarter_brings_a_broken_worker_back_at_its_address() -> None:
+    async with deployed() as d:
+        await d.publish(1)
+
+        async def restart(worker: Any, url: str) -> None:
+            assert url == "memory://3"
+            assert worker.instance == d.id(1)
+            d.workers[1].restart()
+
+        rejected = '{"status":"error","message":"Attempted to load weight"}'
+        d.fail(1, UPDATE, "error", nth=3, status=200, body=rejected)
+        async with d.publisher(restarter=restart) as publisher:
+            report = await publisher.publish(2, from_tensors(weights(2)))
+        assert report.committed
+        reply = await d.fleet.generate(request())
+        assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
+
+
+async def test_a_frontend_that_is_away_makes_no_worker_dead() -> None:
+    async with deployed() as d:
+        await d.publish(1)
+        front, d.cluster.front = d.cluster.front, None
+
+        class Away:
+            addresses = 2
+
+            def attach(self, processes: Any, urls: Any) -> None:
+                del processes, urls
+
+            async def handle(self, address: int, call: Any) -> Any:
+                raise ConnectionRefusedError(f"{address}: {call.path}")
+
+        d.cluster.front = Away()
+        restarted: list[str] = []
+
+        async def restart(worker: Any, url: str) -> None:
+            restarted.append(f"{worker} {url}")
+
+        async with d.publisher(restarter=restart) as publisher:
+            with pytest.raises((FleetError, PublishError), match="cannot be listed"):
+                await publisher.publish(2, from_tensors(weights(2)))
+        d.cluster.front = front
+        assert restarted == []
+        reply = await d.fleet.generate(request())
+        assert bounds(reply) == (version(1), version(1))
+
+
 # failures
 
 
