@@ -138,6 +138,28 @@ async def test_each_call_of_a_flow_carries_the_key_that_its_route_takes() -> Non
     assert keys == [("/label", "admin"), ("/label", "data"), ("/pause", "None")]
 
 
+async def test_a_call_to_another_address_goes_there_with_the_key_for_that_address() -> None:
+    def flow() -> Flow[bytes]:
+        mine, other = yield from calls(
+            HTTPCall(method="GET", path="/a", grant="data"),
+            HTTPCall(method="GET", path="/b", base="http://list:9", grant="admin"),
+        )
+        alone = yield from call(HTTPCall(method="GET", path="/c", base="http://list:9"))
+        return mine.body + other.body + alone.body
+
+    def headers(url: str, grant: object) -> Mapping[str, str]:
+        return {"for": f"{url} {grant}"}
+
+    transport = ScriptedTransport(echo)
+    control = Control(transport, headers=headers, observe=ignore)
+    assert await control.run(URL, flow(), operation="discover", timeout_s=5) == b"/a/b/c"
+    assert sorted(transport.sent) == [
+        ("http://list:9", "/b", {"for": "http://list:9 admin"}),
+        ("http://list:9", "/c", {"for": "http://list:9 None"}),
+        (URL, "/a", {"for": f"{URL} data"}),
+    ]
+
+
 async def test_a_lost_call_is_thrown_into_the_flow_which_may_handle_it() -> None:
     async def script(call: HTTPCall) -> HTTPReply:
         if call.path == "/a":

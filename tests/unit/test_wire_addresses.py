@@ -122,3 +122,24 @@ def test_a_target_that_cannot_be_read_says_why(target: str, words: str) -> None:
         parse_target(target)
     with pytest.raises(ValueError, match=words):
         FleetConfig(target=target)
+
+
+@pytest.mark.parametrize(
+    ("target", "listing"),
+    [
+        ("dynamo://h:8000", None),
+        ("dynamo://h:8000?discovery=8001", "http://h:8001"),
+        ("dynamo+https://h:8000?discovery=8001", "https://h:8001"),
+        ("dynamo://[::1]:8000?discovery=8001", "http://[::1]:8001"),
+        ("dynamo://h:8000?discovery=d:9", "http://d:9"),
+        ("dynamo://h:8000?discovery=https://d:9", "https://d:9"),
+    ],
+)
+def test_a_target_may_name_where_workers_are_listed(target: str, listing: str | None) -> None:
+    assert parse_target(target).listing == listing
+
+
+@pytest.mark.parametrize("given", ["", "99999", "d", "u:p@d:9", "0"])
+def test_a_list_at_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        parse_target(f"dynamo://h:8000?discovery={given}")
