@@ -24,7 +24,7 @@ from tests.property.test_oracle import ASKS, PLANS, Ask, Publication, publicatio
 from tests.support.embedded_oracle import fresh, step_of, weights_of
 from tests.support.simulated import LoopClock, simulate
 
-SPLIT = [p for p in PLANS if p.mode != "keep" or p.in_flight_kv == "stale"]
+SPLIT = [p for p in PLANS["vllm"] if p.mode != "keep" or p.in_flight_kv == "stale"]
 """What can be carried out where other workers prefill."""
 
 
@@ -146,7 +146,7 @@ def check(heard: Heard) -> None:
 
 @pytest.mark.timeout(300)
 @given(
-    publications=publications_of(PLANS),
+    publications=publications_of(PLANS["vllm"]),
     last=st.lists(ASKS, max_size=2),
     workers=st.integers(1, 2),
 )

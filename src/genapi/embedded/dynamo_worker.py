@@ -66,6 +66,11 @@ class DynamoWorker:
         self._handlers, self._advertised = self._tables(config)
 
     @property
+    def holds(self) -> bool:
+        """Whether requests wait for a resume."""
+        return self.engine.pause_state is not Pause.NONE
+
+    @property
     def routes(self) -> list[str]:
         """The routes that it advertises."""
         return sorted(self._advertised)

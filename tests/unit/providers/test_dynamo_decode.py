@@ -173,11 +173,11 @@ def test_finish_reasons_are_named(finish: str, reason: FinishReason) -> None:
     ("body", "match"),
     [
         ({"id": "x"}, "no choices"),
-        (chunk([1, 2], "stop", scores=[-1.0]), "2 new token ids with 1 token_logprobs"),
+        (chunk([1, 2], "stop", scores=[-1.0]), "2 token ids with 1 logprobs"),
         (chunk([1], "stop", prompt_token_ids=[4, 5, 7]), "prompt changed by server"),
         (chunk(list(range(17)), "stop"), "17 tokens, max_tokens is 16"),
         (chunk([-1], "stop"), "breaks its contract"),
-        ({"choices": [{"text": "a", "index": 0, "finish_reason": "stop"}]}, "completion_token_ids"),
+        ({"choices": [{"text": "a", "index": 0, "finish_reason": "stop"}]}, "names no token_ids"),
         (b"<html>", "not JSON"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_broken_reply_is_an_error_that_keeps_the_body(body: Any, match: str) -
 def test_scores_of_the_prompt_that_lack_its_own_id_break_the_contract() -> None:
     scores = [None, {"7": {"logprob": -1.0, "rank": 1}}, {"6": {"logprob": -1.0, "rank": 1}}]
     body = chunk([1], "stop", prompt_token_ids=PROMPT, prompt_logprobs=scores)
-    with pytest.raises(ReplyError, match="do not score token 5 at position 1"):
+    with pytest.raises(ReplyError, match="position 1 lack the prompt's own id 5"):
         decode(body, request(prompt_logprobs=0))
 
 
@@ -216,12 +216,27 @@ def test_a_stream_without_an_end_is_incomplete(body: bytes, framed: bool) -> Non
 def test_unknown_fields_are_kept() -> None:
     body = chunk([1], "stop", routed_experts=[[1]])
     body["choices"][0]["later"] = 1
-    body["service_tier"] = "x"
-    extra = decode(body, request()).output.extra
-    assert (extra["routed_experts"], extra["later"], extra["service_tier"]) == ([[1]], 1, "x")
+    body["newest"] = "x"
+    reply = decode(body, request())
+    extra = reply.output.extra
+    assert (extra["routed_experts"], extra["later"]) == ([[1]], 1)
+    assert reply.extra["newest"] == "x"
 
 
 def test_an_error_inside_a_200_is_an_error() -> None:
     body = json.dumps({"error": {"message": "boom", "type": "x", "code": 500}}).encode()
     with pytest.raises(ProviderError, match="500: boom"):
         PROVIDER.decode(HTTPReply(200, body, {}, URL), context(request()))
+
+
+def test_a_recorded_chat_is_read_with_its_ids() -> None:
+    (call,) = recorded("vllm_chat_token_data")
+    asked = request(prompt=call.json["nvext"]["token_data"], max_tokens=2)
+    reply = PROVIDER.decode(call.reply, context(asked))
+    out = reply.output
+    assert out.token_ids == [1466, 143]
+    assert same(out.logprobs, [-7.1671743, -7.182731])
+    assert (out.text, out.finish_reason) == (" w1148�", FinishReason.LENGTH)
+    assert reply.worker == worker(11520951515806797779)
+    assert reply.prompt_token_ids == [4, 5, 6]
+    assert "migrated" not in out.extra

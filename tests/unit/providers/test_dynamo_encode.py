@@ -142,7 +142,6 @@ def test_values_beyond_dynamos_bounds_are_refused_before_any_call(sampling: dict
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"prompt_token_ids": None, "messages": [{"role": "user"}]}, "apply the chat template"),
         ({"priority": 3}, "agent_hints"),
         ({"lora": "a"}, "model= as the adapter's"),
         ({"options": Foreign()}, "this fleet speaks Dynamo"),
@@ -175,4 +174,17 @@ def test_an_option_may_not_set_what_genapi_sets(name: str) -> None:
 
 
 def test_there_is_no_call_that_aborts() -> None:
-    assert PROVIDER.abort(["genapi-1"]) is None
+    assert PROVIDER.abort(["genapi-1"]) == ()
+
+
+def test_a_chat_goes_to_the_route_for_chats() -> None:
+    asked = request(temperature=0.5).model_copy(
+        update={"prompt_token_ids": None, "messages": [{"role": "user", "content": "hi"}]}
+    )
+    call = PROVIDER.encode(asked, wire_id="genapi-1", model="tiny", salt=None, stream=False)
+    body = json.loads(call.body or b"")
+    assert call.path == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    assert (body["logprobs"], body["top_logprobs"]) == (True, 1)
+    assert "prompt" not in body
+    assert "completion_token_ids" in body["nvext"]["extra_fields"]

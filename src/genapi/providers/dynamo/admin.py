@@ -28,7 +28,7 @@ from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import PausePlan
 from genapi.publication.receivers import Receivers
 from genapi.types.ids import Role
-from genapi.wire.flow import Flow, call, calls
+from genapi.wire.flow import Flow, call, calls, nothing_to_ask
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
 __all__ = ("admin_of",)
@@ -38,6 +38,9 @@ _CONFIRMATIONS: Final = 3
 _JOIN_S: Final = 25.0
 _GROUP: Final = "genapi"
 _HERE: Final = "this Dynamo worker"
+_NO_SUMS: Final = (
+    "verify=('checksum',) needs a route that Dynamo's workers lack: use verify=('probe',)"
+)
 
 
 def _engine(route: str, body: Mapping[str, Any], *, attachment: object | None = None) -> HTTPCall:
@@ -99,15 +102,11 @@ class _Worker:
 
     def checksum(self) -> Flow[Answer]:
         """There is none."""
-        return (yield from self.has_checksum())
+        return self.has_checksum()
 
     def has_checksum(self) -> Flow[Answer]:
         """No worker of Dynamo digests what it holds."""
-        yield from calls()
-        return Answer(
-            Observed.REFUSED,
-            "verify=('checksum',) needs a route that Dynamo's workers lack: use verify=('probe',)",
-        )
+        return nothing_to_ask(Answer(Observed.REFUSED, _NO_SUMS))
 
 
 class _VLLM(_Worker):
@@ -203,7 +202,6 @@ class _VLLM(_Worker):
         There a later group replaces this one.
         """
         if not self._can_leave:
-            yield from calls()
             return Answer(Observed.DONE)
         body = {"engine_rpc": "shutdown_weight_transfer_engine"}
         reply = yield from call(_engine("destroy_weights_update_group", body))
@@ -296,8 +294,7 @@ class _Sidecar(_Worker):
 
     def leave(self) -> Flow[Answer]:
         """A later group replaces this one: the sidecar has no route to leave it."""
-        yield from calls()
-        return Answer(Observed.DONE)
+        return nothing_to_ask(Answer(Observed.DONE))
 
 
 class _Collective(_Sidecar):
@@ -403,18 +400,15 @@ class _SGLang(_Worker):
 
     def confirm(self) -> Flow[Answer]:
         """Nothing reads it back: the pause itself was answered, and calls keep their order."""
-        yield from calls()
-        return Answer(Observed.DONE, facts={"paused": True})
+        return nothing_to_ask(Answer(Observed.DONE, facts={"paused": True}))
 
     def heal(self) -> Flow[Answer]:
         """There are no sessions here: a full publication loads every tensor anew."""
-        yield from calls()
-        return Answer(Observed.DONE)
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def begin(self) -> Flow[Answer]:
         """There are no sessions here."""
-        yield from calls()
-        return Answer(Observed.DONE)
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Receive one bucket; it is loaded as it comes."""
@@ -436,8 +430,7 @@ class _SGLang(_Worker):
     def finish(self, label: str | None) -> Flow[Answer]:
         """There are no sessions here, and the label is a call of its own."""
         del label
-        yield from calls()
-        return Answer(Observed.DONE)
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def label(self, label: str) -> Flow[Answer]:
         """Set the label alone, aborting nothing."""
@@ -458,13 +451,11 @@ class _SGLang(_Worker):
 
     def close(self) -> Flow[Answer]:
         """There are no sessions here."""
-        yield from calls()
-        return Answer(Observed.DONE)
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def leave(self) -> Flow[Answer]:
         """A later group replaces this one."""
-        yield from calls()
-        return Answer(Observed.DONE)
+        return nothing_to_ask(Answer(Observed.DONE))
 
 
 def _dead(alive: HTTPReply) -> Answer | None:

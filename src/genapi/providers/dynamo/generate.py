@@ -1,14 +1,14 @@
-"""Generation through a frontend's `POST /v1/completions`: ids go in, ids come out in `nvext`.
+"""Generation through a frontend's OpenAI routes: ids or texts go in, ids come out in `nvext`.
 
 The rule of this file: every value that shapes the distribution or the length is sent, also at its
 default, so that no default of a worker (`generation_config.json`) can step in; and what the
 frontend takes and drops without a word is refused here.
 
-It is this route and no other because it alone streams, names the worker and gives ids:
+It is these routes and no other because they alone stream, name the worker and give ids:
 `/inference/v1/generate` names no worker, so that nothing could be said of a reply's version.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from genapi.providers.dynamo.options import Options
 from genapi.providers.dynamo.reply import Accumulator
 from genapi.providers.shapes.errors import UNAVAILABLE, error_value
 from genapi.providers.shapes.frames import FrameStream, Reported, decode_whole
+from genapi.providers.shapes.openai_request import path_of, prompt_fields
 from genapi.providers.shapes.options import add_fields, options_of
 from genapi.providers.shapes.tokens import check_vocabulary
 from genapi.types.ids import TokenIds
@@ -26,9 +27,7 @@ from genapi.types.request import GenerateRequest, SamplingParams, StructuredOutp
 from genapi.types.response import GenerateResponse
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
-__all__ = ("PATH", "check", "decode", "encode", "stream_decoder")
-
-PATH: Final = "/v1/completions"
+__all__ = ("check", "decode", "encode", "stream_decoder")
 
 _MAX_TEMPERATURE = _MAX_REPETITION = 2.0
 _SEEDS = range(-(2**63), 2**63)
@@ -42,11 +41,6 @@ def check(request: GenerateRequest, capabilities: Capabilities | None) -> None:
         UnsupportedError: the route or the workers cannot do it.
         ConfigError: a value that the frontend refuses, or an id beyond the vocabulary.
     """
-    if request.messages is not None:
-        raise UnsupportedError(
-            f"Dynamo's {PATH} is asked with token ids or text, not messages=; apply the chat "
-            "template and pass prompt_token_ids="
-        )
     options_of(request, Options(), engine="Dynamo")
     _check_sampling(request.sampling)
     if request.priority != 0:
@@ -81,7 +75,7 @@ def _check_sampling(sampling: SamplingParams) -> None:
         )
     for name in ("logit_bias", "bad_words"):
         if getattr(sampling, name):
-            raise UnsupportedError(f"Dynamo's {PATH} drops {name}; use structured_output")
+            raise UnsupportedError(f"Dynamo drops {name}; use structured_output")
     if sampling.ignore_eos and (sampling.stop or len(sampling.stop_token_ids)):
         raise UnsupportedError(
             "under ignore_eos Dynamo drops stop and stop_token_ids: leave one of them out"
@@ -122,12 +116,11 @@ def encode(
             "Dynamo has to be told the model: pass model= to connect(), since the frontend serves "
             "none or several"
         )
-    options, sampling = options_of(request, Options(), engine="Dynamo"), request.sampling
-    ids = request.prompt_token_ids
+    options = options_of(request, Options(), engine="Dynamo")
     body: dict[str, Any] = {
         "model": model,
-        "prompt": request.prompt if ids is None else TokenIds(ids).tolist(),
-        **_sampling(sampling),
+        **prompt_fields(request),
+        **_sampling(request.sampling, chat=request.messages is not None),
         "include_stop_str_in_output": options.include_stop_str_in_output,
         "stream": stream,
         "nvext": _nvext(request, options, salt=salt, pin=pin),
@@ -136,7 +129,10 @@ def encode(
         body["stream_options"] = {"include_usage": True}
     add_fields(body, options.body, of="body")
     return HTTPCall(
-        method="POST", path=PATH, headers={"x-request-id": wire_id}, body=json_body(body)
+        method="POST",
+        path=path_of(request),
+        headers={"x-request-id": wire_id},
+        body=json_body(body),
     )
 
 
@@ -173,7 +169,7 @@ def _reports(context: DecodeContext, accumulator: Accumulator) -> Reported:
     return reported
 
 
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:
     wire: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
@@ -194,7 +190,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         wire["stop_token_ids"] = TokenIds(sampling.stop_token_ids).tolist()
     # 1 and not 0, which some handlers take for "off": the chosen token comes either way.
     if sampling.logprobs is not None:
-        wire["logprobs"] = 1
+        wire |= {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
     if sampling.prompt_logprobs is not None:
         wire["prompt_logprobs"] = max(sampling.prompt_logprobs, 1)
     if sampling.structured_output is not None:

@@ -1,6 +1,6 @@
 """`Dynamo`: the provider that the registry names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from genapi.providers.base import (
     Admin,
@@ -16,7 +16,7 @@ from genapi.providers.dynamo.admin import admin_of
 from genapi.providers.dynamo.errors import error_of
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
-from genapi.wire.flow import Flow
+from genapi.wire.flow import Flow, nothing_to_ask
 from genapi.wire.http import HTTPCall, HTTPReply
 
 __all__ = ("Dynamo",)
@@ -35,6 +35,25 @@ class Dynamo:
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
         generate.check(request, capabilities)
+
+    def attests(self, request: GenerateRequest) -> bool:
+        """No reply names versions."""
+        del request
+        return False
+
+    def render(
+        self, request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
+    ) -> Flow[GenerateRequest]:
+        """The request as it is: the frontend takes texts and chats."""
+        del model, capabilities
+        return nothing_to_ask(request)
+
+    def refine(
+        self, response: GenerateResponse, request: GenerateRequest, *, model: str | None
+    ) -> Flow[GenerateResponse]:
+        """The reply as it is: the chat route has read its tokens already."""
+        del request, model
+        return nothing_to_ask(response)
 
     def encode(
         self,
@@ -64,10 +83,10 @@ class Dynamo:
         if not reply.ok:
             raise error_of(reply, now=context.now, pinned=context.worker)
 
-    def abort(self, wire_ids: Sequence[str]) -> HTTPCall | None:
+    def abort(self, wire_ids: Sequence[str], *, outputs: int = 1) -> tuple[HTTPCall, ...]:
         """There is no such call: workers know a request by an id that the frontend makes."""
-        del wire_ids
-        return None
+        del wire_ids, outputs
+        return ()
 
     def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
         """What a worker says itself besides what the list says of it."""
