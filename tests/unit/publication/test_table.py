@@ -320,7 +320,7 @@ def test_where_no_label_is_written_ahead_none_is_taken_back() -> None:
 
 
 def test_only_a_worker_that_is_not_what_its_label_says_is_shut() -> None:
-    start, _ = entered(Phase.PROBE)
+    start, commands = entered(Phase.PROBE)
     checks = Checks(("label", "probe"), trainer=(-1.0,))
     tx = replace(start, checks=checks)
     for worker, score in ((A, -1.0), (B, -9.0)):

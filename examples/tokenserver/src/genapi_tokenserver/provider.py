@@ -1,11 +1,19 @@
 """`Tokens`: the provider that the entry point names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from genapi import GenerateRequest, GenerateResponse
 from genapi.errors import ConfigError
-from genapi.providers.base import Admin, Capabilities, DecodeContext, StreamDecoder, WorkerFacts
-from genapi.wire.flow import Flow, call
+from genapi.providers.base import (
+    Admin,
+    Capabilities,
+    DecodeContext,
+    Directory,
+    Pin,
+    StreamDecoder,
+    WorkerFacts,
+)
+from genapi.wire.flow import Flow, call, nothing_to_ask
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
 from . import generate
@@ -18,11 +26,36 @@ class Tokens:
     """A token server; see `genapi.providers.base.Provider`."""
 
     name = "tokens"
-    admin: Admin = TokensAdmin()
+    directory: Directory | None = None
+    _admin: Admin = TokensAdmin()
+
+    def administer(self, facts: WorkerFacts | None) -> Admin:
+        """The administration of every token server."""
+        del facts
+        return self._admin
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""
         generate.check(request, capabilities)
+
+    def attests(self, request: GenerateRequest) -> bool:
+        """Every reply names versions."""
+        del request
+        return True
+
+    def render(
+        self, request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
+    ) -> Flow[GenerateRequest]:
+        """The request as it is: there are no texts to make ids of."""
+        del model, capabilities
+        return nothing_to_ask(request)
+
+    def refine(
+        self, response: GenerateResponse, request: GenerateRequest, *, model: str | None
+    ) -> Flow[GenerateResponse]:
+        """The reply as it is."""
+        del request, model
+        return nothing_to_ask(response)
 
     def encode(
         self,
@@ -32,9 +65,10 @@ class Tokens:
         model: str | None,
         salt: str | None,
         stream: bool,
+        pin: Pin | None = None,
     ) -> HTTPCall:
         """The call that asks for this generation; there is one model."""
-        del model
+        del model, pin
         return generate.encode(request, wire_id=wire_id, salt=salt, stream=stream)
 
     def decode(self, reply: HTTPReply, context: DecodeContext) -> GenerateResponse:
@@ -51,9 +85,11 @@ class Tokens:
         if not reply.ok:
             raise generate.error_of(reply)
 
-    def abort(self, wire_ids: Sequence[str]) -> HTTPCall:
-        """The call that ends these generations."""
-        return HTTPCall(method="POST", path="/cancel", body=json_body({"ids": list(wire_ids)}))
+    def abort(self, wire_ids: Sequence[str], *, outputs: int = 1) -> tuple[HTTPCall, ...]:
+        """The call that ends these generations, of one output each."""
+        del outputs
+        body = json_body({"ids": list(wire_ids)})
+        return (HTTPCall(method="POST", path="/cancel", body=body),)
 
     def inspect(self, known: WorkerFacts | None = None) -> Flow[WorkerFacts]:
         """What this worker is: one call tells everything."""

@@ -8,17 +8,18 @@ into the live weights as they come; a server is paused while they do.
 
 import json
 from base64 import b64decode
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from genapi.embedded import (
     ByteStream,
     Call,
+    Clock,
     Cluster,
     Engine,
     EngineConfig,
@@ -72,6 +73,13 @@ class TokenConfig:
     def tune(self, engine: EngineConfig) -> EngineConfig:
         """The engine as it is."""
         return engine
+
+    def spread(self, count: int) -> Sequence[Self]:
+        """Every server is built from the same."""
+        return [self] * count
+
+    def front(self, clock: Clock, *, epoch_s: float) -> None:
+        """Nothing stands before the servers."""
 
     def build(self, engine: Engine, identity: Identity) -> "TokenServer":
         """A server that just came up."""

@@ -51,7 +51,7 @@ def capabilities(profiles: Sequence[Profile]) -> str:
 
 def _facts(profiles: Sequence[Profile]) -> str:
     """What is data in a provider, and not a behaviour."""
-    admins = [registry.provider(profile.provider).admin for profile in profiles]
+    admins = [registry.provider(profile.provider).administer(None) for profile in profiles]
     rows = [
         ["", *(profile.provider for profile in profiles)],
         ["scores of a server with its defaults", *(p.logprobs_mode for p in profiles)],
