@@ -82,6 +82,7 @@ def test_whoever_is_outside_the_majority_cannot_be_trusted(
         ([[-2.0], [-2.0]], [0, 1]),
         # Both near enough to the trainer, but not to each other: the nearer one is believed.
         ([[-1.05], [-1.01]], [0]),
+        ([[-1.05], [-1.0]], [0]),
         ([[-1.05], [-1.05], [-1.01]], [2]),
     ],
 )
@@ -96,6 +97,12 @@ def test_the_gap_is_the_largest_difference_from_the_trainers_numbers() -> None:
     found = compare_scores({"w": (-1.25, -1.5)}, checks)
     assert found["w"].gap == 0.5
     assert found["w"].fault is None
+
+
+def test_scores_that_are_no_numbers_have_a_gap_all_the_same() -> None:
+    found = compare_scores({"w": (-math.inf,)}, Checks(trainer=(-1.0,)))
+    assert found["w"].gap == math.inf
+    assert found["w"].fault == "its scores are not numbers"
 
 
 def test_what_is_just_as_far_as_allowed_is_believed() -> None:
