@@ -28,7 +28,8 @@ from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.weights import from_tensors
 from genapi.wire.http import HTTPCall, json_body
 from tests.contract.dynamo import UPDATE, Deployment, bounds, deployed, instance, until, version
-from tests.contract.embedded import greedy, request, weights
+from tests.contract.embedded import greedy, request, rig, weights
+from tests.contract.test_one_conversation import compared
 
 FAMILIES = pytest.mark.parametrize("family", ["vllm", "sidecar", "collective"])
 
@@ -675,3 +676,65 @@ async def test_a_deployment_behind_sockets_is_generated_on_and_published_to() ->
             assert {r.url for r in report.receipts} == set(facts["urls"][2:])
         finally:
             process.kill()
+
+
+# the same conversation as with an engine that attests its versions
+
+
+async def conversation(fleet: genapi.Fleet, temperature: float) -> list[GenerateResponse]:
+    """Six turns, one of them streamed and one cut by a stop id, with a publication between."""
+
+    def asked(**sampling: Any) -> genapi.GenerateRequest:
+        drawn = {"max_tokens": 12, "temperature": temperature, "ignore_eos": True, **sampling}
+        return genapi.GenerateRequest(
+            prompt_token_ids=[1, 2, 3],
+            request_id="mine",
+            sampling=genapi.SamplingParams(**drawn),
+        )
+
+    async def streamed(wanted: genapi.GenerateRequest) -> GenerateResponse:
+        async with fleet.stream(wanted) as events:
+            *_, last = [event async for event in events]
+        assert isinstance(last, Finished)
+        return last.reply
+
+    async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
+        await publisher.adopt(0)
+        turn = asked(max_tokens=6)
+        replies = [await fleet.generate(turn)]
+        turn = turn.extended(replies[-1].output.token_ids, [7, 8])
+        replies.append(await streamed(turn))
+        turn = turn.extended(replies[-1].output.token_ids, [9])
+        await publisher.publish(1, from_tensors(weights(1)))
+        replies += [await fleet.generate(turn), await streamed(turn)]
+        stop = {"stop_token_ids": tuple(range(0, 64, 4)), "ignore_eos": False}
+        for more in ({**stop, "prompt_logprobs": 0}, {"top_k": 5, "top_p": 0.9, "min_tokens": 3}):
+            replies.append(await fleet.generate(asked(**more)))
+    return replies
+
+
+@pytest.mark.filterwarnings("ignore::genapi.errors.GenAPIWarning")
+@pytest.mark.parametrize(
+    ("temperature", "differing"),
+    # vLLM's own server scores before temperature and truncation, Dynamo's worker after both; and
+    # of a stop nobody recorded that Dynamo says which it was.
+    [
+        (1.0, [[], [], [], [], ["stop_reason"], ["logprobs"]]),
+        (0.7, [["logprobs"]] * 4 + [["logprobs", "stop_reason"], ["logprobs"]]),
+    ],
+)
+async def test_a_conversation_gives_the_replies_of_an_engine_that_attests_its_versions(
+    temperature: float, differing: list[list[str]]
+) -> None:
+    flags = {"prompt_tokens_details": "true", "block_size": "1"}
+    async with rig(1, options={"run": "r"}, **flags) as direct:
+        wanted = await conversation(direct.fleet, temperature)
+    async with deployed(1, block_size="1") as d:
+        got = await conversation(d.fleet, temperature)
+    found = [compared(one, two) for one, two in zip(wanted, got, strict=True)]
+    assert [[n for n in names if n != "prompt_logprobs"] for names in found] == differing
+    assert {reply.logprobs_mode for reply in got} == {"processed"}
+    for one, two in zip(wanted, got, strict=True):
+        attested, interval = one.output.policy.arrays(), two.output.policy.arrays()
+        assert (interval.lo <= attested.lo).all()
+        assert (attested.hi <= interval.hi).all()
