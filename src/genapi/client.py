@@ -319,7 +319,7 @@ class Client:
             outputs=request.sampling.n,
             before=self._versions.before(request, None if self._routing.is_routed else member),
             aborts=membership.aborts,
-            pin=self._routing.pin(member),
+            pin=self._routing.pin(run, member),
         )
         run.current = sending
         return sending, capable

@@ -68,15 +68,18 @@ class Routing:
         """Whether requests go to routers, which may choose the worker."""
         return self._routers is not None
 
-    def pin(self, member: Member | None) -> Pin | None:
+    def pin(self, run: Run, member: Member | None) -> Pin | None:
         """What a router has to be told, so that `member` serves a request."""
         if self._routers is None or member is None or member.id is None:
             return None
-        prefills = [m for m in self._membership.members.values() if m.is_prefill]
-        usable = [m for m in prefills if self._membership.may_serve(m) and m.id is not None]
-        if not usable:
+        usable = [m for m in self._prefills() if self._membership.may_serve(m)]
+        fitting = [m for m in usable if may_meet(m, run.bounds)] if run.bounds else usable
+        if not fitting:
             return Pin(worker=member.id)
-        return Pin(worker=member.id, prefill=random.choice(usable).id)  # noqa: S311 - as below
+        return Pin(worker=member.id, prefill=random.choice(fitting).id)  # noqa: S311 - as below
+
+    def _prefills(self) -> list[Member]:
+        return [m for m in self._membership.members.values() if m.is_prefill]
 
     async def pick(self, run: Run) -> tuple[Member | None, str]:
         """Who gets the next sending, and its base URL; nobody while this process verifies.
@@ -107,7 +110,7 @@ class Routing:
                 self._versions.is_opaque(m, run.request) for m in members
             ):
                 await self._versions.refresh(None)
-            return self._choice(run), min(self._routers, key=self._routers.__getitem__)
+            return await self._choice(run), min(self._routers, key=self._routers.__getitem__)
         if not self._membership.usable() or any(m.suspect or m.told for m in members):
             await self._revive()
         await self._outlast_update(run)
@@ -117,7 +120,7 @@ class Routing:
             member = self._choose(run)
         return member, member.url
 
-    def _choice(self, run: Run) -> Member | None:
+    async def _choice(self, run: Run) -> Member | None:
         """Whom a router has to be told to ask; None = it may choose among all.
 
         It has to be told while somebody behind it may get no traffic, or has another version than
@@ -129,17 +132,13 @@ class Routing:
         free = all(self._membership.may_serve(m) for m in members)
         if free and all(may_meet(m, run.bounds) for m in members if run.bounds):
             return None
-        if not free and not all(self._membership.may_serve(m) for m in members if m.is_prefill):
-            self._require_prefill()
+        if any(m.suspect or m.told for m in members):
+            await self._revive()
+        prefills = self._prefills()
+        if prefills and not any(self._membership.may_serve(m) for m in prefills):
+            message = "no prefill worker may get traffic; " + self._reasons(prefills)
+            raise TransportError(message, phase="not_sent")
         return self._choose(run)
-
-    def _require_prefill(self) -> None:
-        """Raise when workers prefill for others and none of them may get traffic."""
-        prefills = [m for m in self._membership.members.values() if m.is_prefill]
-        if not any(self._membership.may_serve(m) for m in prefills):
-            raise TransportError(
-                "no prefill worker may get traffic: " + self._reasons(prefills), phase="not_sent"
-            )
 
     async def _outlast_update(self, run: Run) -> None:
         """Wait while everybody is in the middle of somebody's update, as a paused engine would."""

@@ -201,6 +201,20 @@ async def test_an_old_prefill_worker_makes_a_reply_old() -> None:
         assert not reply.output.policy.is_pure
 
 
+async def test_a_prefill_worker_that_was_restarted_prefills_for_nobody() -> None:
+    async with deployed(4, prefill="2") as d:
+        await d.publish(1, mode="drain")
+        d.workers[3].restart()
+        await d.fleet.snapshot()
+        replies = [await d.fleet.generate(request()) for _ in range(6)]
+        assert {instance(reply.prefill_worker) for reply in replies} == {d.id(2)}
+        assert all(body["nvext"]["prefill_worker_id"] == int(d.id(2)) for body in d.sent()[-6:])
+        d.workers[2].restart()
+        await d.fleet.snapshot()
+        with pytest.raises(FleetError, match="no prefill worker may get traffic"):
+            await d.fleet.generate(request())
+
+
 async def relabel(d: Deployment, url: str, label: str) -> tuple[int, Any]:
     """Set a label behind the fleet's back."""
     call = HTTPCall(
