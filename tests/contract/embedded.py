@@ -44,11 +44,11 @@ class Rig:
 async def rig(
     workers: int = 2, *, options: Mapping[str, Any] | None = None, **query: str
 ) -> AsyncIterator[Rig]:
-    """A ready fleet over `workers` embedded vLLM servers."""
+    """A ready fleet over `workers` embedded servers, vLLM's unless another protocol is named."""
     cluster = Cluster.from_query({"protocol": "vllm", "workers": str(workers), **query})
     events: list[Event] = []
     fleet = genapi.connect(
-        "embedded://?protocol=vllm",
+        f"embedded://?protocol={query.get('protocol', 'vllm')}",
         transport=MemoryTransport(cluster),
         observe=events.append,
         **(options or {}),

@@ -17,7 +17,7 @@ from genapi import (
     UnsupportedError,
 )
 from genapi.embedded.texts import THOUGHT, TOOL
-from genapi.providers.vllm import Options
+from genapi.providers import sglang, vllm
 from genapi.types.response import Finished, TokenChunk
 from tests.contract.embedded import Rig, rig
 
@@ -30,7 +30,13 @@ FORMS: list[dict[str, Any]] = [
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 
-def asked(form: dict[str, Any], *, options: Options | None = None, **more: Any) -> GenerateRequest:
+Route = vllm.Options | sglang.Options | None
+OPTIONS: dict[str, Any] = {"vllm": vllm.Options, "sglang": sglang.Options}
+PROTOCOLS = sorted(OPTIONS)
+ROUTES = [(protocol, route) for protocol in PROTOCOLS for route in ("native", "openai")]
+
+
+def asked(form: dict[str, Any], *, options: Route = None, **more: Any) -> GenerateRequest:
     names = ("request_id", "timeout_s", "min_version", "tools")
     fields = {name: more.pop(name) for name in names if name in more}
     sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **more}
@@ -64,11 +70,12 @@ def said(reply: GenerateResponse) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_prompt_in_any_form_has_the_ids_and_tokens_of_its_tokens(
-    form: dict[str, Any],
+    form: dict[str, Any], protocol: str
 ) -> None:
-    async with rig(1) as running:
+    async with rig(1, protocol=protocol) as running:
         reply = await running.fleet.generate(asked(form))
         assert reply.prompt_token_ids is not None
         again = await running.fleet.generate(asked({"prompt_token_ids": reply.prompt_token_ids}))
@@ -76,19 +83,28 @@ async def test_a_prompt_in_any_form_has_the_ids_and_tokens_of_its_tokens(
     assert reply.prompt_token_ids[-3:] == [7, 8, 9] or "messages" in form
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("form", FORMS[1:])
-async def test_the_native_route_attests_text_and_chat_prompts(form: dict[str, Any]) -> None:
-    async with rig(1) as running:
+async def test_the_native_route_attests_text_and_chat_prompts(
+    form: dict[str, Any], protocol: str
+) -> None:
+    async with rig(1, protocol=protocol) as running:
         reply = await running.fleet.generate(asked(form))
         assert reply.output.policy.source == "engine"
         assert reply.output.text
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("route", ["native", "openai"])
-async def test_a_stream_ends_in_the_reply_of_one_piece(form: dict[str, Any], route: Any) -> None:
-    async with rig(1) as running:
-        request = asked(form, options=Options(route=route))
+@pytest.mark.parametrize(("protocol", "route"), ROUTES)
+async def test_a_stream_ends_in_the_reply_of_one_piece(
+    form: dict[str, Any], protocol: str, route: Any
+) -> None:
+    async with rig(1, protocol=protocol) as running:
+        request = asked(form, options=OPTIONS[protocol](route=route))
+        if (protocol, route, [*form]) == ("sglang", "openai", ["messages"]):
+            with pytest.raises(UnsupportedError, match="native"):
+                await streamed(running, request)
+            return
         whole = await running.fleet.generate(request)
         reply, ids = await streamed(running, request)
     assert said(reply) == said(whole)
@@ -96,11 +112,13 @@ async def test_a_stream_ends_in_the_reply_of_one_piece(form: dict[str, Any], rou
     assert ids == whole.output.token_ids.tolist()
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("form", FORMS)
-async def test_both_routes_say_the_same(form: dict[str, Any]) -> None:
-    async with rig(1) as running:
-        native = await running.fleet.generate(asked(form, options=Options(route="native")))
-        openai = await running.fleet.generate(asked(form, options=Options(route="openai")))
+async def test_both_routes_say_the_same(form: dict[str, Any], protocol: str) -> None:
+    options = OPTIONS[protocol]
+    async with rig(1, protocol=protocol) as running:
+        native = await running.fleet.generate(asked(form, options=options(route="native")))
+        openai = await running.fleet.generate(asked(form, options=options(route="openai")))
     expected = said(native)
     if "prompt_token_ids" in form:
         expected[0]["text"] = openai.output.text  # tokens in, tokens out
@@ -109,12 +127,20 @@ async def test_both_routes_say_the_same(form: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("route", ["native", "openai"])
+@pytest.mark.parametrize(("protocol", "route"), ROUTES)
 async def test_several_outputs_come_by_index_streamed_or_not(
-    form: dict[str, Any], route: Any
+    form: dict[str, Any], protocol: str, route: Any
 ) -> None:
-    async with rig(1) as running:
-        request = asked(form, options=Options(route=route), n=3, temperature=1.0, seed=5)
+    flags: dict[str, Any] = (
+        {"enable_deterministic_inference": "true"} if protocol == "sglang" else {}
+    )
+    async with rig(1, protocol=protocol, **flags) as running:
+        options = OPTIONS[protocol](route=route)
+        request = asked(form, options=options, n=3, temperature=1.0, seed=5)
+        if (protocol, route) == ("sglang", "openai"):
+            with pytest.raises(UnsupportedError, match="n=1"):
+                await running.fleet.generate(request)
+            return
         whole = await running.fleet.generate(request)
         reply, _ = await streamed(running, request)
     assert [o.index for o in whole.outputs] == [0, 1, 2]
@@ -129,7 +155,7 @@ async def test_versions_of_a_route_that_names_none_are_inferred() -> None:
         ) as publisher:
             await publisher.adopt(4)
         reply = await running.fleet.generate(
-            asked(FORMS[0], options=Options(route="openai"), min_version=4)
+            asked(FORMS[0], options=vllm.Options(route="openai"), min_version=4)
         )
     trace = reply.output.policy
     assert trace.source == "inferred"
@@ -145,19 +171,27 @@ async def test_without_the_native_route_openais_are_taken() -> None:
             assert reply.output.policy.source == "inferred"
             assert reply.prompt_token_ids is not None
         with pytest.raises(UnsupportedError, match="--enable-scale-out"):
-            await running.fleet.generate(asked(FORMS[0], options=Options(route="native")))
+            await running.fleet.generate(asked(FORMS[0], options=vllm.Options(route="native")))
 
 
-@pytest.mark.parametrize("route", ["native", "openai"])
-async def test_a_tool_call_and_the_thought_before_it_are_told_apart(route: Any) -> None:
-    async with rig(1, reasoning_parser="true") as running:
+@pytest.mark.parametrize(
+    ("protocol", "route"), [("vllm", "native"), ("vllm", "openai"), ("sglang", "auto")]
+)
+async def test_a_tool_call_and_the_thought_before_it_are_told_apart(
+    protocol: str, route: Any
+) -> None:
+    flags: dict[str, Any] = {"reasoning_parser": "true"}
+    if protocol == "sglang":
+        flags |= {"tool_call_parser": "true", "enable_deterministic_inference": "true"}
+    async with rig(1, protocol=protocol, **flags) as running:
         for seed in range(50):
             request = asked(
                 {"messages": CHAT},
                 tools=TOOLS,
                 temperature=1.0,
                 seed=seed,
-                options=Options(route=route, allowed_token_ids=[20, THOUGHT, 21, TOOL, 22]),
+                logit_bias=dict.fromkeys((20, THOUGHT, 21, TOOL, 22), 100.0),
+                options=OPTIONS[protocol](route=route),
             )
             whole = await running.fleet.generate(request)
             thought, _, rest = _parted(whole.output.token_ids.tolist(), THOUGHT)
@@ -166,8 +200,9 @@ async def test_a_tool_call_and_the_thought_before_it_are_told_apart(route: Any) 
                 break
         else:
             pytest.fail("no seed calls a tool")
-        reply, _ = await streamed(running, request)
-    assert said(reply) == said(whole)
+        if protocol == "vllm":
+            reply, _ = await streamed(running, request)
+            assert said(reply) == said(whole)
     output = whole.output
     assert output.reasoning == _shown(thought)
     assert (output.text or "") == _shown(content)
@@ -188,15 +223,15 @@ def _shown(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("route", ["native", "openai"])
+@pytest.mark.parametrize(("protocol", "route"), [*ROUTES[:1], *ROUTES[2:]])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_an_abort_ends_all_outputs_of_its_request_on_any_route(
-    form: dict[str, Any], route: Any, n: int
+    form: dict[str, Any], protocol: str, route: Any, n: int
 ) -> None:
-    async with rig(1) as running:
+    async with rig(1, protocol=protocol) as running:
         request = asked(
             form,
-            options=Options(route=route),
+            options=OPTIONS[protocol](route=route),
             request_id="mine",
             max_tokens=60,
             n=n,
@@ -216,7 +251,7 @@ async def test_an_abort_ends_all_outputs_of_its_request_on_any_route(
 async def test_an_abort_before_the_first_token_is_an_abort_though_the_route_says_nothing() -> None:
     async with rig(1) as running:
         await running.cluster.workers[0].engine.hold("keep", clear_cache=False)
-        request = asked(FORMS[1], options=Options(route="openai"), request_id="mine")
+        request = asked(FORMS[1], options=vllm.Options(route="openai"), request_id="mine")
         replies: list[GenerateResponse] = []
 
         async def run() -> None:
@@ -253,7 +288,7 @@ async def test_a_prompt_is_rendered_again_where_it_is_sent_again() -> None:
 
 async def test_a_broken_stream_of_nobody_aborted_is_incomplete() -> None:
     async with rig(1) as running:
-        request = asked(FORMS[1], options=Options(route="openai"), max_tokens=50)
+        request = asked(FORMS[1], options=vllm.Options(route="openai"), max_tokens=50)
         with pytest.raises((IncompleteError, TransportError)):  # noqa: PT012 - what comes first
             async with running.fleet.stream(request) as events:
                 async for _ in events:

@@ -3,8 +3,8 @@
 The front end and the scheduler are told apart, as in the real server: each has its own idea of what
 the weights are called, requests wait at the pause gate in the one and in the queue of the other,
 and what the front end sends to the scheduler takes effect even if the client has left. Replies are
-built in `sglang_shapes` and `sglang_reply`, weight updates are in `sglang_weights`. The OpenAI
-routes for generation are not there.
+built in `sglang_shapes`, `sglang_reply` and `sglang_openai`, weight updates are in
+`sglang_weights`.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from .requests import Request
 from .sampling import Sampling
 from .sglang_facts import SglangFlags, load_report, model_info, model_list, server_info
 from .sglang_gate import Gate
+from .sglang_openai import OpenAIStream, answered, read_openai, read_tokenize, whole
 from .sglang_reply import Flight, Moment
 from .sglang_request import (
     Item,
@@ -46,12 +47,10 @@ from .sglang_shapes import (
     ok,
     outcome,
     plain,
-    read_body,
     read_struct,
     text,
 )
 from .sglang_weights import UpdateOptions, WeightUpdater, engine_checksum, rank_checksum
-from .texts import tokens_of
 
 __all__ = ("SglangConfig", "SglangServer")
 
@@ -350,6 +349,9 @@ class SglangServer:
             "/v1/models": user(self._models, "GET"),
             "/v1/loads": user(self._loads, "GET"),
             "/tokenize": user(self._tokenize, "POST"),
+            "/v1/tokenize": user(self._tokenize, "POST"),
+            "/v1/completions": user(self._completions, "POST"),
+            "/v1/chat/completions": user(self._chat, "POST"),
             "/generate": user(self._generate, "POST", "PUT"),
             "/flush_cache": admin(self._flush_cache, *either),
             "/pause_generation": admin(self._pause),
@@ -424,7 +426,7 @@ class SglangServer:
         return ok(await self._ask(lambda: facts))
 
     async def _models(self, _: Call) -> Reply:
-        created = int(self._identity.epoch_s + self._engine.clock.now())
+        created = self._created()
         return ok(model_list(self._model_path, self._engine.config, created=created))
 
     async def _loads(self, _: Call) -> Reply:
@@ -440,13 +442,8 @@ class SglangServer:
         )
 
     async def _tokenize(self, call: Call) -> Reply:
-        body = read_body(call, Route("/tokenize", "openai_v1_tokenize", 1941))
-        prompt = body.get("prompt") if isinstance(body, dict) else None
-        if not isinstance(prompt, str):
-            raise BadValue("prompt must be a string")
-        ids = tokens_of(prompt, self._limits.vocab)
-        length = self._limits.context
-        return ok({"tokens": list(ids), "count": len(ids), "max_model_len": length})
+        limits = self._limits
+        return ok(read_tokenize(call, vocab=limits.vocab, context=limits.context))
 
     # generation
 
@@ -464,6 +461,56 @@ class SglangServer:
         finally:
             self._leave(visit)
         return ok(replies[0] if visit.single else replies)
+
+    def _created(self) -> int:
+        return int(self._identity.epoch_s + self._engine.clock.now())
+
+    async def _completions(self, call: Call) -> Reply:
+        return await self._openai(call, chat=False)
+
+    async def _chat(self, call: Call) -> Reply:
+        return await self._openai(call, chat=True)
+
+    async def _openai(self, call: Call, *, chat: bool) -> Reply:
+        config, visit = self._config, _Visit()
+        body = read_openai(
+            call,
+            chat=chat,
+            vocab=self._limits.vocab,
+            context=self._limits.context,
+            reasoning=config.reasoning_parser,
+            calls=config.tool_call_parser,
+        )
+        if body.stream:
+            visit.admission = self._engine.start(self._arrive(visit, body.native))
+            headers = {"content-type": "text/event-stream; charset=utf-8", "vary": "Origin"}
+            events = self._openai_events(visit, OpenAIStream(body, self._created()))
+            return Reply(200, headers, ByteStream(events, gone=lambda: self._leave(visit)))
+        try:
+            await self._arrive(visit, body.native)
+            replies = [await self._finished(flight) for flight in visit.flights]
+        except BadValue as refusal:
+            return answered(refusal)
+        finally:
+            self._leave(visit)
+        return ok(whole(body, replies, created=self._created(), new_id=self._new_id()))
+
+    async def _openai_events(
+        self, visit: _Visit, stream: OpenAIStream
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            if visit.admission is not None:
+                await self._engine.outcome(visit.admission)
+            async with aclosing(self._frames(visit.flights)) as frames:
+                async for index, frame in frames:
+                    yield _event(stream.chunk(index, frame))
+        except BadValue as refusal:
+            yield _event({"error": {"message": refusal.message, "type": "BadRequestError"}})
+        else:
+            if stream.body.include_usage:
+                yield _event(stream.closing())
+        yield b"data: [DONE]\n\n"
+        self._leave(visit)
 
     async def _arrive(self, visit: _Visit, body: Mapping[str, Any]) -> None:
         items, visit.single, n = items_of(body, vocab=self._limits.vocab, new_id=self._new_id)

@@ -35,6 +35,8 @@ class SglangFlags:
     attn_dp_size: int = 1
     pp_size: int = 1
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
+    reasoning_parser: bool = False
+    tool_call_parser: bool = False
 
     @property
     def ranks(self) -> int:
@@ -52,8 +54,8 @@ def model_info(flags: SglangFlags, *, model_path: str, version: str) -> dict[str
         "preferred_sampling_params": None,
         "weight_version": version,
         "load_format": "auto",
-        "reasoning_parser": None,
-        "tool_call_parser": None,
+        "reasoning_parser": "qwen3" if flags.reasoning_parser else None,
+        "tool_call_parser": "qwen" if flags.tool_call_parser else None,
         "disaggregation_mode": flags.disaggregation_mode,
         "has_image_understanding": False,
         "has_audio_understanding": False,

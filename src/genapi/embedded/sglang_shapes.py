@@ -23,6 +23,7 @@ __all__ = (
     "generation_fields",
     "internal",
     "invalid",
+    "missing",
     "ok",
     "outcome",
     "plain",
@@ -126,6 +127,11 @@ def invalid(route: Route, *errors: Mapping[str, object]) -> Refusal:
         "code": 400,
     }
     return Refusal(plain(400, body))
+
+
+def missing(name: str, body: Mapping[str, Any]) -> Mapping[str, object]:
+    """What validation says of a field that is not there."""
+    return _error("missing", ("body", name), "Field required", body)
 
 
 def read_body(call: Call, route: Route) -> Any:

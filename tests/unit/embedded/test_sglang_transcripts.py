@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from genapi.embedded import Call, EngineConfig, Fault, policy
-from tests.unit.embedded.harness import events, parsed, until
+from tests.unit.embedded.harness import events, keys_of, parsed, until
 from tests.unit.embedded.sglang_harness import (
     RECORDED,
     UPDATE,
@@ -31,12 +31,8 @@ NOT_REPLAYED = {
     "gateway_generate": "the gateway is another program",
     "gateway_get_worker": "the gateway is another program",
     "gateway_list_workers": "the gateway is another program",
-    "openai_chat_input_ids": "the embedded engine has no OpenAI route for generation yet",
-    "openai_chat_token_ids": "the embedded engine has no OpenAI route for generation yet",
-    "openai_completions_stream": "the embedded engine has no OpenAI route for generation yet",
-    "openai_completions_token_ids": "the embedded engine has no OpenAI route for generation yet",
-    "openai_error_missing_messages": "the embedded engine has no OpenAI route for generation yet",
-    "openai_error_too_long": "the embedded engine has no OpenAI route for generation yet",
+    "parse_function_call": "nobody asks for what the chat route has read already",
+    "separate_reasoning": "nobody asks for what the chat route has read already",
     "set_internal_state": "the embedded scheduler has no such knobs",
 }
 
@@ -257,6 +253,108 @@ async def test_text_becomes_ids(client: SglangClient) -> None:
 
 
 # generation
+
+OPENAI_REFUSED = [
+    "openai_chat_stream_ids_refused",
+    "openai_error_missing_messages",
+    "openai_error_too_long",
+    "tokenize_no_messages",
+]
+
+
+@pytest.mark.parametrize("name", OPENAI_REFUSED)
+async def test_what_openais_routes_refuse_is_what_was_recorded(
+    client: SglangClient, name: str
+) -> None:
+    await same(client, name)
+
+
+TOKENIZED = ["tokenize_chat", "tokenize_chat_tools", "tokenize_text"]
+
+
+@pytest.mark.parametrize("name", TOKENIZED)
+async def test_texts_and_chats_become_ids_with_the_recorded_keys(
+    client: SglangClient, name: str
+) -> None:
+    status, body, _ = await replay(client, name)
+    assert status == 200
+    assert body.keys() == recorded(name)["response"]["body"].keys()
+    assert body["count"] == len(body["tokens"])
+
+
+OPENAI = [
+    "openai_chat_input_ids",
+    "openai_chat_meta_info",
+    "openai_chat_n2",
+    "openai_chat_token_ids",
+    "openai_chat_tool_required",
+    "openai_completions_text",
+    "openai_completions_token_ids",
+]
+
+
+@pytest.mark.parametrize("name", OPENAI)
+async def test_replies_of_openais_routes_have_the_recorded_keys(name: str) -> None:
+    thinks = name in ("openai_chat_meta_info", "openai_chat_n2")
+    async with serving(engine=LARGE, model=MODEL, reasoning_parser=thinks) as client:
+        response = recorded(name)["response"]
+        status, body, _ = await replay(client, name)
+        assert status == response["status"]
+        # What a tool is called with, cached and counted depends on the model.
+        for one in (body, response["body"]):
+            for choice in one["choices"]:
+                (choice.get("message") or {}).pop("tool_calls", None)
+                (choice.get("meta_info") or {}).pop("cached_tokens_details", None)
+                if choice["logprobs"] is not None:
+                    choice["logprobs"].pop("top_logprobs", None)
+                    for entry in choice["logprobs"].get("content", ()):
+                        for scored in (entry, *entry["top_logprobs"]):
+                            scored["bytes"] = None
+        assert keys_of(body) == keys_of(response["body"])
+
+
+async def test_chunks_of_completions_have_the_recorded_keys(client: SglangClient) -> None:
+    recording = recorded("openai_completions_stream")
+    reply = await client.send("POST", "/v1/completions", recording["request"]["json"])
+    lines = [line.removeprefix("data: ") for line in recording["response"]["raw_lines"] if line]
+    wanted = [line if line == "[DONE]" else json.loads(line) for line in lines]
+    got = await events(reply)
+    assert got.pop() == wanted.pop() == "[DONE]"
+    for position in (0, 1, -2, -1):
+        for chunk in (got[position], wanted[position]):
+            for choice in chunk["choices"]:
+                choice["logprobs"].pop("top_logprobs")
+        assert keys_of(got[position]) == keys_of(wanted[position])
+
+
+BATCHES = ["generate_n2_as_batch", "generate_text_n2"]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+async def test_a_batch_of_one_prompt_has_the_recorded_keys_and_ids(
+    client: SglangClient, name: str
+) -> None:
+    response = recorded(name)["response"]
+    status, body, _ = await replay(client, name)
+    assert status == response["status"]
+    assert [keys_of(one) for one in body] == [keys_of(one) for one in response["body"]] or [
+        one.keys() for one in body
+    ] == [one.keys() for one in response["body"]]
+    assert [one["meta_info"]["id"] for one in body] == [
+        one["meta_info"]["id"] for one in response["body"]
+    ]
+
+
+async def test_frames_of_a_batch_of_one_prompt_have_the_recorded_ids(
+    client: SglangClient,
+) -> None:
+    recording = recorded("generate_n2_as_batch_stream")
+    reply = await client.send("POST", "/generate", recording["request"]["json"])
+    frames = [frame for frame in await events(reply) if frame != "[DONE]"]
+    assert {(f["index"], f["meta_info"]["id"]) for f in frames} == {
+        (0, "genapi-2_0"),
+        (1, "genapi-2_1"),
+    }
 
 
 GENERATED = [

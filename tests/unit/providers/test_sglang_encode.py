@@ -222,6 +222,7 @@ def test_several_outputs_are_a_batch_of_one_prompt_with_a_seed_each() -> None:
     assert body["rid"] == "w"
     assert [one["sampling_seed"] for one in body["sampling_params"]] == [7, 8]
     assert all(one["n"] == 1 for one in body["sampling_params"])
+    assert sent(request(n=2))["sampling_params"]["sampling_seed"] is None
     largest = sent(request(n=2, seed=2**63 - 1))
     assert [one["sampling_seed"] for one in largest["sampling_params"]] == [2**63 - 1, -(2**63)]
 

@@ -150,6 +150,16 @@ def test_a_chat_that_the_server_refuses_is_its_error() -> None:
         rendered(asked(), reply=recorded("tokenize_no_messages"))
 
 
+def test_a_chat_goes_to_the_chat_route_behind_a_gateway_that_makes_no_ids_of_it() -> None:
+    refusal = HTTPReply(422, b"Failed to deserialize the JSON body: missing field `prompt`")
+    ready, _ = rendered(asked(), reply=refusal)
+    assert sent(ready)[0] == "/v1/chat/completions"
+    with pytest.raises(UnsupportedError, match="n=1"):
+        rendered(asked(n=2), reply=refusal)
+    with pytest.raises(ProviderError, match="missing field"):
+        rendered(asked(Options(route="native")), reply=refusal)
+
+
 def test_an_answer_without_ids_is_a_broken_reply() -> None:
     with pytest.raises(ReplyError, match="no ids"):
         rendered(asked(), reply=HTTPReply(200, b'{"tokens": []}'))

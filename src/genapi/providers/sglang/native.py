@@ -100,11 +100,9 @@ def _each(prompt: Any, outputs: int) -> Any:
 
 
 def _several(wire: dict[str, Any], sampling: SamplingParams) -> Any:
-    if sampling.n == 1:
+    # A gateway reads no list here, which only seeds need: one each, or all outputs were the same.
+    if sampling.n == 1 or sampling.seed is None:
         return wire
-    if sampling.seed is None:
-        return [wire] * sampling.n
-    # One seed each, or all outputs were the same.
     seeds = range(sampling.seed, sampling.seed + sampling.n)
     return [{**wire, "sampling_seed": _wrapped(seed)} for seed in seeds]
 

@@ -1,5 +1,6 @@
 """Chat prompts over the native route: the server makes ids of them by `/v1/tokenize`.
 
+A gateway does not do that: behind one a chat goes to the chat route.
 The rule of this file: ids are the server's own, so that what is asked, generated and trained on are
 the same tokens.
 """
@@ -8,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from genapi.providers.base import Capabilities
+from genapi.providers.sglang import openai
 from genapi.providers.sglang.errors import error_of
 from genapi.providers.sglang.generate import route_of
 from genapi.providers.sglang.options import Options
@@ -21,6 +23,8 @@ from genapi.wire.http import HTTPCall, json_body
 __all__ = ("render",)
 
 TOKENIZE_PATH = "/v1/tokenize"
+_OF_A_GATEWAY = (404, 422)
+"""What a gateway answers, which makes ids of texts alone (RUN smg 1.13); SGLang does not."""
 
 
 def render(
@@ -29,6 +33,7 @@ def render(
     """The request as it is encoded: of a certain route, and a chat on the native one with ids.
 
     Raises:
+        UnsupportedError: only the chat route can serve it, and that cannot be asked so.
         ProviderError: the server refused the prompt; also its subclasses.
         ConfigError: it has no such route.
         ReplyError: it answered no ids.
@@ -40,14 +45,18 @@ def render(
         route_of(request, capabilities),
     )
     settled = options.model_copy(update={"route": route})
+    second = request.model_copy(update={"options": options.model_copy(update={"route": "openai"})})
     if route == "openai":
-        return request.model_copy(update={"options": settled})
+        return second
     body: dict[str, Any] = prompt_fields(request)
     if model is not None:
         body["model"] = model
     add_fields(body, options.chat, of="chat")
     asked = HTTPCall(method="POST", path=TOKENIZE_PATH, body=json_body(body), grant="data")
     reply = yield from call(asked)
+    if reply.status in _OF_A_GATEWAY and options.route == "auto":
+        openai.check(second, options)
+        return second
     if not reply.ok:
         raise error_of(reply, now=0.0)
     return request.model_copy(
