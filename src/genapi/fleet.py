@@ -514,8 +514,9 @@ class Fleet:
                 return worker.facts
         member = self._membership.members.get(url)
         for worker in listing.workers:
-            if member is not None and worker.facts.id == member.id:
-                message = f"{worker.facts.id} at {url}: discovery says {worker.error}"
+            named = worker.facts.id is not None and member is not None
+            if worker.url == url or (named and member and worker.facts.id == member.id):
+                message = f"{worker.facts.id or 'the worker'} at {url}: {worker.error}"
                 raise TransportError(message, phase="not_sent", url=url)
         raise _unlisted(url, self._discovery)
 
@@ -526,7 +527,10 @@ class Fleet:
             FleetError: two reads do not agree.
         """
         listing = await self._list()
-        if _who(listing) != {(m.id, m.url) for m in self._membership.members.values()}:
+        names_lives = any(worker.facts.id is not None for worker in listing.workers)
+        if _who(listing) != {
+            (m.id if names_lives else None, m.url) for m in self._membership.members.values()
+        }:
             again = await self._list()
             if _who(again) != _who(listing):
                 raise FleetError(f"the workers that {self._discovery} lists are changing")
@@ -773,13 +777,20 @@ def _directory(provider: Provider, config: FleetConfig) -> Directory | None:
             )
         return found
     what = target.discovery or config.discovery_url or target.listing
-    if target.carrier == "http" and what is not None:
-        message = (
-            f"workers={what!r}: discovery is not supported yet; list the workers as "
-            "?workers=host:port,host:port"
+    if target.carrier != "http" or what is None:
+        return None
+    if found is not None and target.discovery == "discover":
+        return found
+    if found is not None and target.discovery is None:
+        raise ConfigError(
+            f"target {config.target!r}: a list of workers at {what!r} is for a target with "
+            "?workers=discover"
         )
-        raise UnsupportedError(message)
-    return None
+    message = (
+        f"workers={what!r}: discovery is not supported yet; list the workers as "
+        "?workers=host:port,host:port"
+    )
+    raise UnsupportedError(message)
 
 
 def _unlisted(url: str, discovery: str | None) -> TransportError:

@@ -124,7 +124,8 @@ class Listed:
 
     Attributes:
         url: where it is administered; a name without a server where it says none.
-        facts: what is known of it without asking it; their `id` is never None.
+        facts: what is known of it without asking it; their `id` is None where the directory names
+            no lives, which are read at the workers then.
         error: why the directory itself could not reach it; None = it could.
     """
 

@@ -232,5 +232,3 @@ def test_a_text_goes_as_it_is() -> None:
     body = sent(asked)
     assert body["text"] == "hello"
     assert "input_ids" not in body
-    several = asked.model_copy(update={"sampling": SamplingParams(max_tokens=1, n=2)})
-    assert sent(several)["text"] == ["hello", "hello"]

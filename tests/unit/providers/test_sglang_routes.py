@@ -127,6 +127,17 @@ def test_a_text_is_not_asked_about() -> None:
     assert rendered(wanted) == (wanted, [])
 
 
+def test_a_text_that_several_outputs_go_on_from_becomes_ids() -> None:
+    ids = load("tokenize_text")["response"]["body"]["tokens"]
+    ready, (call,) = rendered(asked(form={"prompt": "bada"}, n=2), reply=recorded("tokenize_text"))
+    assert json.loads(call.body or b"") == {
+        "prompt": "bada",
+        "add_special_tokens": True,
+        "model": "tiny",
+    }
+    assert sent(ready)[1]["input_ids"] == [ids, ids]
+
+
 def test_a_chat_becomes_the_ids_of_its_template() -> None:
     ids = load("tokenize_chat")["response"]["body"]["tokens"]
     ready, (call,) = rendered(asked(), reply=recorded("tokenize_chat"))

@@ -261,7 +261,7 @@ def _refuse_stranger(model: HTTPReply, server: HTTPReply) -> Flow[None]:
     elif b'"endpoints"' in health.body or b'"instances"' in health.body:
         who = "a Dynamo frontend answers; use a target dynamo://..."
     elif workers.ok and b'"worker_type"' in workers.body:
-        who = "an SGLang gateway answers; name the workers behind it as ?workers=HOST:PORT,..."
+        who = "an SGLang gateway answers; write ?workers=discover, or its workers as HOST:PORT,..."
     elif server.status >= 500:  # noqa: PLR2004 - any failure of the server's own
         raise NotReadyError(f"{server.url} is not ready: {seen}", status=server.status)
     raise ConfigError(f"no SGLang at {model.url or 'the address'}: {who} ({seen})")

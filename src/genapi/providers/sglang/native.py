@@ -71,9 +71,10 @@ def encode(
         "priority": request.priority,
     }
     if request.prompt is not None:
-        body["text"] = _each(request.prompt, sampling.n)
+        body["text"] = request.prompt
     else:
-        body["input_ids"] = _each(TokenIds(request.prompt_token_ids or ()).tolist(), sampling.n)
+        ids = TokenIds(request.prompt_token_ids or ()).tolist()
+        body["input_ids"] = ids if sampling.n == 1 else [ids] * sampling.n
     body |= shared_fields(request, options, salt=salt)
     add_fields(body, options.body, of="body")
     return HTTPCall(method="POST", path=PATH, body=json_body(body), grant="data")
@@ -93,10 +94,6 @@ def shared_fields(
     if options.routed_dp_rank is not None:
         fields["routed_dp_rank"] = options.routed_dp_rank
     return fields
-
-
-def _each(prompt: Any, outputs: int) -> Any:
-    return prompt if outputs == 1 else [prompt] * outputs
 
 
 def _several(wire: dict[str, Any], sampling: SamplingParams) -> Any:

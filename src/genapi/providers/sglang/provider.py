@@ -14,6 +14,7 @@ from genapi.providers.base import (
 from genapi.providers.sglang import discovery, generate, render
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.errors import error_of
+from genapi.providers.sglang.gateway import GatewayDirectory
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
 from genapi.wire.flow import Flow, nothing_to_ask
@@ -26,7 +27,7 @@ class SGLang:
     """SGLang 0.5.19 to 0.5.23 over its native routes; see `providers.base.Provider`."""
 
     name = "sglang"
-    directory: Directory | None = None
+    directory: Directory | None = GatewayDirectory()
     _admin: Admin = SGLangAdmin()
 
     def administer(self, facts: WorkerFacts | None) -> Admin:

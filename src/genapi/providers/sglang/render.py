@@ -1,6 +1,7 @@
-"""Chat prompts over the native route: the server makes ids of them by `/v1/tokenize`.
+"""Chats, and texts that several outputs go on from, over the native route: ids by `/v1/tokenize`.
 
-A gateway does not do that: behind one a chat goes to the chat route.
+A gateway makes no ids of chats: behind one a chat goes to the chat route. It reads one text, and
+several lists of ids (RUN smg 1.13).
 The rule of this file: ids are the server's own, so that what is asked, generated and trained on are
 the same tokens.
 """
@@ -30,7 +31,7 @@ _OF_A_GATEWAY = (404, 422)
 def render(
     request: GenerateRequest, *, model: str | None, capabilities: Iterable[Capabilities]
 ) -> Flow[GenerateRequest]:
-    """The request as it is encoded: of a certain route, and a chat on the native one with ids.
+    """The request as it is encoded: of a certain route, with ids where that takes no other prompt.
 
     Raises:
         UnsupportedError: only the chat route can serve it, and that cannot be asked so.
@@ -38,7 +39,9 @@ def render(
         ConfigError: it has no such route.
         ReplyError: it answered no ids.
     """
-    if request.messages is None:
+    if request.prompt_token_ids is not None or (
+        request.prompt is not None and request.sampling.n == 1
+    ):
         return request
     options, route = (
         options_of(request, Options(), engine="SGLang"),
@@ -49,18 +52,22 @@ def render(
     if route == "openai":
         return second
     body: dict[str, Any] = prompt_fields(request)
+    if request.prompt is not None:
+        body["add_special_tokens"] = True
     if model is not None:
         body["model"] = model
     add_fields(body, options.chat, of="chat")
     asked = HTTPCall(method="POST", path=TOKENIZE_PATH, body=json_body(body), grant="data")
     reply = yield from call(asked)
-    if reply.status in _OF_A_GATEWAY and options.route == "auto":
+    is_gateway = reply.status in _OF_A_GATEWAY and request.messages is not None
+    if is_gateway and options.route == "auto":
         openai.check(second, options)
         return second
     if not reply.ok:
         raise error_of(reply, now=0.0)
     return request.model_copy(
         update={
+            "prompt": None,
             "messages": None,
             "tools": (),
             "prompt_token_ids": ids_in(reply, "tokens"),

@@ -1,0 +1,215 @@
+"""Workers behind an SGLang gateway: how they are listed, and what a fleet makes of the list."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+import genapi
+from genapi import ConfigError, NotReadyError, ReplyError, Topology
+from genapi.embedded import Cluster
+from genapi.providers.base import Listing
+from genapi.providers.sglang.provider import SGLang
+from genapi.transports.base import StreamReply
+from genapi.transports.memory import MemoryTransport
+from genapi.wire.http import HTTPCall, HTTPReply
+from tests.support.sglang_wire import recorded
+from tests.support.transcripts import play
+
+GATEWAY = "http://gateway:30000"
+RECORDED = json.loads(recorded("gateway_list_workers").body)["workers"][0]
+
+
+def listed(url: str, **more: Any) -> dict[str, Any]:
+    return {**RECORDED, "url": url, **more}
+
+
+def read(*workers: dict[str, Any], model: str | None = None) -> Listing:
+    body = json.dumps({"workers": workers, "total": len(workers)}).encode()
+    return read_body(body, model=model)
+
+
+def read_body(body: bytes, *, status: int = 200, model: str | None = None) -> Listing:
+    directory = SGLang().directory
+    assert directory is not None
+    listing, (call,) = play(
+        directory.read(GATEWAY, model=model),
+        lambda call: HTTPReply(status, body, {}, GATEWAY + call.path),
+    )
+    assert (call.method, call.path, call.base, call.grant) == ("GET", "/workers", GATEWAY, "data")
+    return listing
+
+
+def test_a_recorded_list_names_the_worker_and_where_it_is_administered() -> None:
+    listing = read_body(recorded("gateway_list_workers").body)
+    assert [(w.url, w.error) for w in listing.workers] == [("http://127.0.0.1:31000", None)]
+    assert listing.missing is None
+
+
+def test_workers_have_one_order_whatever_the_gateways() -> None:
+    urls = ["http://b:1", "http://a:1", "http://c:1"]
+    assert [w.url for w in read(*map(listed, urls)).workers] == sorted(urls)
+
+
+def test_replicas_of_one_server_are_one_worker() -> None:
+    listing = read(listed("http://a:1@0"), listed("http://a:1@1"), listed("http://b:1"))
+    assert [w.url for w in listing.workers] == ["http://a:1", "http://b:1"]
+
+
+def test_workers_of_another_model_are_left_out() -> None:
+    other = listed("http://b:1", model_id="other", models=[{"id": "other"}])
+    listing = read(listed("http://a:1"), other, model="/models/tiny-llama-a")
+    assert [w.url for w in listing.workers] == ["http://a:1"]
+    wanted = f"the gateway at {GATEWAY} has no workers of model 'mine'"
+    assert read(other, model="mine").missing == wanted
+
+
+@pytest.mark.parametrize("how", [{"connection_mode": "grpc"}, {"runtime_type": "vllm"}])
+def test_a_worker_that_sglang_over_http_does_not_reach_says_so(how: dict[str, Any]) -> None:
+    (worker,) = read(listed("http://a:1", **how)).workers
+    assert worker.error is not None
+    assert "not SGLang over http" in worker.error
+
+
+def test_a_gateway_that_calls_nobody_healthy_does_not_serve_yet() -> None:
+    sick = listed("http://a:1", is_healthy=False)
+    assert "none of its 1 workers healthy" in (read(sick).missing or "")
+    # A paused worker fails its checks, and is there all the same.
+    assert read(sick, listed("http://b:1")).missing is None
+    assert len(read(sick).workers) == 1
+
+
+@pytest.mark.case("WIRE-07")
+def test_no_workers_yet_is_a_list_that_serves_nothing() -> None:
+    listing = read()
+    assert listing.workers == ()
+    assert listing.missing == f"the gateway at {GATEWAY} has no workers"
+
+
+@pytest.mark.case("WIRE-07")
+@pytest.mark.parametrize(
+    "body", [b'{"workers": null}', b'{"detail": "Not Found"}', b"<html>busy</html>", b"[]"]
+)
+def test_an_answer_that_is_no_list_is_a_broken_reply_and_shown(body: bytes) -> None:
+    with pytest.raises(ReplyError, match=r"lists no workers") as raised:
+        read_body(body)
+    assert raised.value.body == body
+    assert body.decode() in str(raised.value)
+
+
+def test_an_address_without_a_list_is_told_how_to_name_workers() -> None:
+    with pytest.raises(ConfigError, match=r"\?workers=HOST:PORT"):
+        read_body(b'{"detail":"Not Found"}', status=404)
+    with pytest.raises(NotReadyError):
+        read_body(b"", status=503)
+
+
+class Gateway:
+    """A gateway before embedded SGLang servers at `http://w0:1`, `http://w1:1`, ...
+
+    It passes generations on in turn, and answers administration as `smg` does.
+    """
+
+    in_process = True
+
+    def __init__(self, workers: int) -> None:
+        self.cluster = Cluster.from_query({"protocol": "sglang", "workers": str(workers)})
+        self.inner = MemoryTransport(self.cluster)
+        self.listed = [f"http://w{index}:1" for index in range(workers)]
+        self.administered: set[str] = set()
+        self.generated: list[str] = []
+
+    def _place(self, base_url: str, call: HTTPCall) -> tuple[str, HTTPReply | None]:
+        if base_url != GATEWAY:
+            self.administered.add(base_url)
+            index = int(base_url.removeprefix("http://w").removesuffix(":1"))
+            return f"memory://{index}", None
+        if call.path == "/workers":
+            body = {"workers": [listed(url) for url in self.listed]}
+            return "", HTTPReply(200, json.dumps(body).encode(), {}, GATEWAY + call.path)
+        if call.path == "/generate":
+            target = self.listed[len(self.generated) % len(self.listed)]
+            self.generated.append(target)
+            return f"memory://{target.removeprefix('http://w').removesuffix(':1')}", None
+        text = f"Invalid URL ({call.method} {call.path})"
+        error = {"error": {"type": "invalid_request_error", "code": "unknown_url", "message": text}}
+        return "", HTTPReply(404, json.dumps(error).encode(), {}, GATEWAY + call.path)
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        url, reply = self._place(base_url, call)
+        return reply or await self.inner.send(url, call, headers=headers)
+
+    @asynccontextmanager
+    async def stream(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> AsyncIterator[StreamReply]:
+        url, _ = self._place(base_url, call)
+        async with self.inner.stream(url, call, headers=headers) as reply:
+            yield reply
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+@asynccontextmanager
+async def behind(gateway: Gateway, **options: Any) -> AsyncIterator[genapi.Fleet]:
+    target = f"sglang://{GATEWAY.removeprefix('http://')}?workers=discover"
+    try:
+        async with genapi.connect(target, transport=gateway, **options) as fleet:
+            yield fleet
+    finally:
+        await gateway.aclose()
+
+
+def request(**more: Any) -> genapi.GenerateRequest:
+    sampling = genapi.SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    return genapi.GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling, **more)
+
+
+async def test_requests_go_to_the_gateway_and_administration_to_the_workers() -> None:
+    gateway = Gateway(2)
+    async with behind(gateway) as fleet:
+        snapshot = await fleet.wait_ready(timeout_s=5)
+        assert [worker.url for worker in snapshot.workers] == gateway.listed
+        async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
+            await publisher.adopt(3)
+            replies = [await fleet.generate(request(min_version=3)) for _ in range(2)]
+    assert sorted(gateway.generated) == gateway.listed
+    assert gateway.administered == set(gateway.listed)
+    assert all(r.output.policy.oldest == r.output.policy.newest for r in replies)
+    assert all(r.output.policy.newest and r.output.policy.newest.step == 3 for r in replies)
+
+
+async def test_a_worker_that_joins_and_one_that_leaves_are_seen() -> None:
+    gateway = Gateway(2)
+    both, gateway.listed = gateway.listed, gateway.listed[:1]
+    async with behind(gateway) as fleet:
+        first = await fleet.wait_ready(timeout_s=5)
+        assert [worker.url for worker in first.workers] == both[:1]
+        gateway.listed = both
+        assert [worker.url for worker in (await fleet.snapshot()).workers] == both
+        gateway.listed = both[1:]
+        assert [worker.url for worker in (await fleet.snapshot()).workers] == both[1:]
+
+
+async def test_a_fleet_is_ready_when_everybody_that_it_expects_is_listed() -> None:
+    gateway = Gateway(3)
+    all_of_them, gateway.listed = gateway.listed, gateway.listed[:1]
+    async with behind(gateway, expect=Topology(workers=3)) as fleet:
+        with pytest.raises(genapi.FleetError, match="1 of 3 workers seen"):
+            await fleet.wait_ready(timeout_s=0.5)
+        gateway.listed = all_of_them
+        with anyio.fail_after(5):
+            assert len((await fleet.wait_ready(timeout_s=5)).workers) == 3
+
+
+def test_a_list_elsewhere_is_for_a_target_that_discovers() -> None:
+    with pytest.raises(ConfigError, match=r"\?workers=discover"):
+        genapi.connect("sglang://w:1", discovery_url="http://gateway:1")
+    with pytest.raises(genapi.UnsupportedError, match="not supported"):
+        genapi.connect("vllm://router:1?workers=discover")
