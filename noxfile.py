@@ -136,7 +136,8 @@ pytest_add_cli_args_test_selection = [
     "not (two_workers or two_groups or two_publishers or superseded or leaves_out or every_order)",
 ]
 """  # what is mutated, and the quick tests that have to notice
-ENGINES = ("torch", "vllm", "sglang")  # the first has torch alone: what engine_side may count on
+# The first has torch alone: what engine_side may count on. The last has none: it is a gateway.
+ENGINES = ("torch", "vllm", "sglang", "smg")
 
 
 def size_mb(place: pathlib.Path) -> int:
@@ -157,7 +158,8 @@ def fill_engine_environment(
     """Install what an engine's folder of tests/engines/kit lists."""
     print(f"nox > making {place}; this takes a few minutes", flush=True)
     call(sys.executable, "-m", "venv", "--clear", str(place), remedy="install venv")
-    call(*pip, "install", "-c", str(PINS), "torch", remedy=NO_TORCH)
+    if name != "smg":
+        call(*pip, "install", "-c", str(PINS), "torch", remedy=NO_TORCH)
     for path in lists:
         alone = ("--no-deps",) if path.stem == "nodeps" else ()
         remedy = f"{name} cannot be installed here; see pip's message above"

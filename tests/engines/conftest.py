@@ -86,6 +86,12 @@ def sglang_environment() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def smg_environment() -> pathlib.Path:
+    """An environment with SGLang's gateway."""
+    return environment("smg")
+
+
+@pytest.fixture(scope="session")
 def reference_environment() -> pathlib.Path:
     """An environment with `transformers`, as that of each engine is."""
     return environment("vllm" if "GENAPI_ENGINE_VLLM" in os.environ else "sglang")

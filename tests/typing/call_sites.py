@@ -30,6 +30,12 @@ async def behind_a_frontend(prompt: list[int]) -> None:
                 print(receipt.worker, receipt.outcome, receipt.evidence, receipt.fence)
 
 
+async def behind_a_gateway() -> None:
+    target = "sglang://gateway:30000?workers=discover"
+    async with genapi.connect(target, expect=genapi.Topology(workers=2)) as fleet:
+        await fleet.wait_ready(timeout_s=60)
+
+
 async def rollout(prompt: list[int]) -> None:
     async with genapi.connect("vllm://127.0.0.1:8001,127.0.0.1:8002", model="tiny") as fleet:
         assert_type(fleet, genapi.Fleet)
@@ -64,6 +70,16 @@ async def rollout(prompt: list[int]) -> None:
         for worker in snapshot.workers:
             print(worker.id, worker.url, worker.role, worker.version, worker.paused)
             print(worker.healthy, worker.fence, worker.ranks)
+        GenerateRequest(prompt="Where am I?", sampling=SamplingParams(max_tokens=1))
+        asked = GenerateRequest(
+            messages=[{"role": "user", "content": "Where am I?"}],
+            tools=[{"type": "function", "function": {"name": "look"}}],
+            sampling=SamplingParams(max_tokens=1, n=2),
+            options=genapi.providers.vllm.Options(route="openai", chat={"tool_choice": "auto"}),
+        )
+        for output in (await fleet.generate(asked)).outputs:
+            assert_type(output.reasoning, str | None)
+            assert_type(output.tool_calls, tuple[Mapping[str, Any], ...])
         fresh = request.model_copy(update={"min_version": 3})
         GenerateRequest(
             prompt_token_ids=prompt,

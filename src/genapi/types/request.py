@@ -156,7 +156,7 @@ class GenerateRequest(Value):
     prompt_token_ids: IdSequence | None = None
     prompt: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: Annotated[Sequence[Mapping[str, Any]], AfterValidator(tuple)] = ()
     sampling: SamplingParams
     request_id: str | None = None
     session: str | None = None
