@@ -4,6 +4,7 @@ The rule of this package: what the recorded exchanges show is true; a behaviour 
 read in the source is marked so where it is used.
 """
 
+from genapi.providers.sglang.launch import Gateway, Launch
 from genapi.providers.sglang.options import Options
 
-__all__ = ("Options",)
+__all__ = ("Gateway", "Launch", "Options")

@@ -1,0 +1,193 @@
+"""What launching an engine's servers has in common: the fields, and how a command line is written.
+
+Flags are written `--name=value`, each once. What genapi sets, and what may be a secret, is refused
+among a user's own flags. A variable whose name or value looks like a credential is held as a `Key`.
+The rule of this file: no key on a command line, none in anything that can be shown.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from genapi.types.base import Value
+from genapi.types.config import Key
+from genapi.types.launch import Need, PortNumber, PortWish
+
+__all__ = (
+    "Count",
+    "GivenKey",
+    "LaunchConfig",
+    "address",
+    "flags_of",
+    "held",
+    "refuse_flags",
+    "url_of",
+)
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+def held(key: str | Key | None) -> Key | None:
+    """A key that was given, as it is held."""
+    return Key(key) if isinstance(key, str) else key
+
+
+GivenKey = Annotated[str | Key | None, AfterValidator(held)]
+"""A key as users give it: its text, or where it is. What is held is a `Key`."""
+
+_CREDENTIAL = re.compile(r"(?i)(^|[-_])(api-?key|keys?|token|secret|passw(or)?d|credentials?)$")
+_USER_INFO = re.compile(r"://[^/@\s]+@")
+_ANY_ADDRESS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - refused
+
+
+class LaunchConfig(Value):
+    """What every engine's launch has.
+
+    Attributes:
+        model: the model's folder, or its name on a hub.
+        model_name: the name it is served by; None = `model`.
+        workers: how many servers.
+        python: the interpreter of the engine's environment.
+        host: the address of this machine that everything listens at and is reached by.
+        ports: the workers' ports; empty = the kernel gives them.
+        devices: `CUDA_VISIBLE_DEVICES` of each worker; empty = inherited.
+        tensor_parallel_size: ranks of one worker.
+        dtype: of weights and activations; None = the engine decides.
+        max_model_len: longest prompt plus output in tokens; None = the model's.
+        flags: further flags of every worker, `--name=value` or `--name`.
+        environment: further variables of every component. One that is named like a credential,
+            or a URL with user info, is taken as a key: `env:NAME` and `file:PATH` are looked up.
+        inherit: variables of this process that components get besides the usual ones.
+    """
+
+    model: Annotated[str, Field(min_length=1)]
+    model_name: Annotated[str, Field(min_length=1)] | None = None
+    workers: Count = 1
+    python: str = Field(default_factory=lambda: sys.executable)
+    host: str = "127.0.0.1"
+    ports: tuple[PortNumber, ...] = ()
+    devices: tuple[str, ...] = ()
+    tensor_parallel_size: Count = 1
+    dtype: str | None = None
+    max_model_len: Count | None = None
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str | Key] = {}
+    inherit: tuple[str, ...] = ()
+
+    @field_validator("environment")
+    @classmethod
+    def _keys_hidden(cls, environment: Mapping[str, str | Key]) -> Mapping[str, str | Key]:
+        return {
+            name: Key(value) if isinstance(value, str) and _is_secret(name, value) else value
+            for name, value in environment.items()
+        }
+
+    @field_validator("model")
+    @classmethod
+    def _no_flag(cls, model: str) -> str:
+        if model.startswith("-"):
+            raise ValueError(f"model={model!r} begins like a flag")
+        return model
+
+    @field_validator("host")
+    @classmethod
+    def _reachable(cls, host: str) -> str:
+        if host in _ANY_ADDRESS:
+            raise ValueError(f"host={host!r} is no address to be reached by; name one of them")
+        return host
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        for name, given in (("ports", self.ports), ("devices", self.devices)):
+            if given and len(given) != self.worker_count:
+                raise ValueError(
+                    f"{name}={given!r} for {self.worker_count} workers: give one for each, or none"
+                )
+        if len(set(self.ports)) != len(self.ports):
+            raise ValueError(f"ports={self.ports!r} names one twice")
+        return self
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers there are of all kinds."""
+        return self.workers
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests have to give."""
+        return self.model_name or self.model
+
+    def located(self, find: Callable[[str], str]) -> Self:
+        """The same with each path as `find` gives it."""
+        python = find(self.python) if "/" in self.python else self.python
+        return self.model_copy(update={"model": find(self.model), "python": python})
+
+    def worker_needs(self, names: Sequence[str], *, below: int | None = None) -> tuple[Need, ...]:
+        """What the workers of these names need: one port each."""
+        ports = self.ports or (None,) * len(names)
+        return tuple(
+            Need(component=name, host=self.host, ports={"http": PortWish(number=port, below=below)})
+            for name, port in zip(names, ports, strict=True)
+        )
+
+    def variables(self, own: Mapping[str, str | Key], *, worker: int) -> dict[str, str | Key]:
+        """The variables of a worker: the engine's, its devices, then the user's."""
+        devices = {"CUDA_VISIBLE_DEVICES": self.devices[worker]} if self.devices else {}
+        return {**own, **devices, **self.environment}
+
+
+def flags_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """`--name=value` of each; True is `--name`, None and False nothing, a mapping JSON."""
+    return tuple(
+        f"--{name}" if value is True else f"--{name}={_text(value)}"
+        for name, value in values.items()
+        if value is not None and value is not False
+    )
+
+
+def refuse_flags(flags: Iterable[str], *, fields: Mapping[str, str]) -> None:
+    """Raise `ValueError` for a flag that may hold a secret, or that a field is there for.
+
+    Args:
+        flags: the user's.
+        fields: the field by the flag that it sets.
+    """
+    for given in flags:
+        if not given.startswith("-"):
+            continue
+        name = given.lstrip("-").partition("=")[0].replace("_", "-")
+        if _CREDENTIAL.search(name) or _abbreviates(name, ("api-key", "admin-api-key")):
+            raise ValueError(
+                f"flag '--{name}' would show a secret to whoever lists processes; use the fields "
+                "for keys, or a variable in environment="
+            )
+        for flag, field in fields.items():
+            if name == flag or _abbreviates(name, (flag,)):
+                raise ValueError(f"flag '--{name}' is genapi's to set; use {field}")
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(host: str, port: int) -> str:
+    """The base URL of what listens there."""
+    return f"http://{address(host, port)}"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+
+
+def _abbreviates(name: str, flags: Iterable[str]) -> bool:
+    # argparse takes any beginning that is of one flag alone.
+    return bool(name) and any(flag.startswith(name) and flag != name for flag in flags)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(_CREDENTIAL.search(name) or _USER_INFO.search(value))

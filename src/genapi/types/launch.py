@@ -1,0 +1,142 @@
+"""What a launch consists of: components with their command lines, environments and ports.
+
+The rule of this file: a deployment can be shown. Keys are in it as `Key` only, which never shows a
+literal, and no command line holds one.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Annotated, Protocol, Self
+
+from pydantic import Field
+
+from genapi.types.base import Value
+from genapi.types.config import FleetConfig, Key
+
+__all__ = ("Component", "Deployment", "Launchable", "Need", "Place", "PortWish")
+
+PortNumber = Annotated[int, Field(ge=1, le=65535, strict=True)]
+
+
+class PortWish(Value):
+    """A port that a component listens at.
+
+    Attributes:
+        number: the port; None = one that the kernel gives.
+        below: the program cannot read a number that is not below this.
+    """
+
+    number: PortNumber | None = None
+    below: int | None = None
+
+
+class Need(Value):
+    """A component, by what it needs before its command line can be written.
+
+    Attributes:
+        component: its name, unique in the deployment.
+        host: the address it listens at.
+        ports: its ports by what they are for.
+    """
+
+    component: str
+    host: str
+    ports: Mapping[str, PortWish]
+
+
+class Place(Value):
+    """Where one life of a component runs.
+
+    Attributes:
+        folder: its working folder, of this life alone.
+        ports: its ports by what they are for.
+        shared: a folder that every component of the deployment has.
+    """
+
+    folder: str
+    ports: Mapping[str, int]
+    shared: str
+
+
+class Component(Value):
+    """One program of a deployment.
+
+    Attributes:
+        name: unique in the deployment; `worker0`, `gateway`.
+        argv: its command line.
+        environment: its variables besides those that are inherited; a `Key` is looked up when
+            the program starts.
+        files: JSON files in its folder by name, readable by nobody else; a `Key` is looked up
+            when they are written.
+        url: its base URL.
+        ready: the path that answers 200 once it serves.
+        after: components that have to be ready before it starts.
+        worker: whether the URL is a worker's, which can be restarted alone.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str | Key] = {}
+    files: Mapping[str, Mapping[str, str | Key]] = {}
+    url: str
+    ready: str
+    after: tuple[str, ...] = ()
+    worker: bool = True
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.url}, ready when GET {self.ready} says 200"]
+        if self.after:
+            lines.append(f"  starts after {', '.join(self.after)}")
+        lines += [f"  {name}={_shown(value)}" for name, value in self.environment.items()]
+        for name, content in self.files.items():
+            shown = {key: _shown(value) for key, value in content.items()}
+            lines.append(f"  file {name} (mode 600): {json.dumps(shown)}")
+        lines.append(f"  {shlex.join(self.argv)}")
+        return "\n".join(lines)
+
+
+class Deployment(Value):
+    """What a launch starts, and the fleet that it is then.
+
+    `str` shows all of it, keys masked.
+    """
+
+    components: tuple[Component, ...]
+    fleet: FleetConfig
+    inherit: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        inherited = ", ".join(self.inherit)
+        head = f"fleet {self.fleet.target}" + (f", inheriting {inherited}" if inherited else "")
+        return "\n\n".join([head, *map(str, self.components)])
+
+
+class Launchable(Protocol):
+    """What can be launched: `genapi.providers.vllm.Launch` and its like, or a user's own."""
+
+    @property
+    def provider(self) -> str:
+        """The provider of the fleet."""
+        ...
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """Every component, by what it needs."""
+        ...
+
+    def located(self, find: Callable[[str], str]) -> Self:
+        """The same with each path as `find` gives it: components run in folders of their own."""
+        ...
+
+    def plan(self, places: Mapping[str, Place]) -> Deployment:
+        """The command lines and environments of components at these places. Pure.
+
+        Raises:
+            ConfigError: it cannot work.
+        """
+        ...
+
+
+def _shown(value: str | Key) -> str:
+    return repr(value) if isinstance(value, Key) else shlex.quote(value)
