@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from genapi.fleet import Fleet, connect
+    from genapi.launcher import launch
     from genapi.offpolicy import DropReason, OffPolicyWindow
     from genapi.publisher import WeightPublisher
     from genapi.types.config import FleetConfig, PublishTimeouts, RetryPolicy, Topology
@@ -84,6 +85,7 @@ __all__ = (
     "WeightPublisher",
     "WorkerId",
     "connect",
+    "launch",
     "providers",
     "weights",
 )
@@ -128,6 +130,7 @@ _HOME = {
     "WeightPublisher": "genapi.publisher",
     "WorkerId": "genapi.types.ids",
     "connect": "genapi.fleet",
+    "launch": "genapi.launcher",
     "providers": "genapi",
     "weights": "genapi",
 }

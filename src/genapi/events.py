@@ -12,6 +12,9 @@ from genapi.types.policy import PolicyVersion
 
 __all__ = (
     "AdminCalled",
+    "ComponentEnded",
+    "ComponentReady",
+    "ComponentStarted",
     "Event",
     "Observe",
     "PhaseEnded",
@@ -31,6 +34,31 @@ _log = logging.getLogger(__name__)
 
 class Event(Value):
     """Base of all events."""
+
+
+class ComponentStarted(Event):
+    """A program of a launch runs; `log` is the file that holds its output."""
+
+    component: str
+    pid: int
+    log: str
+
+
+class ComponentReady(Event):
+    """A program of a launch serves."""
+
+    component: str
+    url: str
+
+
+class ComponentEnded(Event):
+    """Nothing of a program of a launch is left.
+
+    `status` is negative for a signal, and None where it is not known.
+    """
+
+    component: str
+    status: int | None
 
 
 class RequestRetried(Event):

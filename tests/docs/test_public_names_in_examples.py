@@ -9,7 +9,8 @@ MOST = 45
 
 
 def test_every_public_name_is_used_in_an_example() -> None:
-    code = "\n".join(example.parsed for page in PAGES for example in examples_of(page))
+    parts = [example.parsed for page in PAGES for example in examples_of(page)]
+    code = "\n".join(part for part in parts if isinstance(part, str))  # others skip an example
     unused = [name for name in genapi.__all__ if not re.search(rf"\b{name}\b", code)]
     assert unused == []
 

@@ -188,3 +188,29 @@ def errors(error: genapi.GenAPIError) -> None:
             assert_type(error.status, int)
         case genapi.PublishError():
             print(error.report)
+
+
+async def launching() -> None:
+    launched = genapi.launch(
+        genapi.providers.vllm.Launch(
+            model="/models/tiny",
+            workers=2,
+            devices=("0", "1"),
+            python="/opt/vllm/bin/python",
+            api_key="env:GENAPI_KEY",
+            flags=("--seed=7",),
+            environment={"HF_TOKEN": "env:HF_TOKEN"},
+        ),
+        on_exit="leave",
+        run="run-7",
+        strict=True,
+    )
+    print(launched.dry_run())
+    async with launched as fleet:
+        assert_type(fleet, genapi.Fleet)
+        genapi.WeightPublisher(fleet, transport=genapi.weights.Gloo(), restarter=launched.restart)
+    gateway = genapi.providers.sglang.Gateway(port=8000)
+    async with genapi.launch(
+        genapi.providers.sglang.Launch(model="m", gateway=gateway, admin_api_key="k")
+    ) as fleet:
+        assert_type(fleet, genapi.Fleet)

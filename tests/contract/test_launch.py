@@ -1,0 +1,538 @@
+"""Launching: what is started serves, what ends is reported, and nothing outlives the block.
+
+The programs are real: embedded engines behind the flags of vLLM and SGLang, and lines of Python.
+"""
+
+import http.client
+import json
+import os
+import pathlib
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import anyio
+import anyio.to_thread
+import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+import genapi
+from genapi import FleetError, Outcome, WeightPublisher
+from genapi.events import ComponentEnded, ComponentReady, ComponentStarted, Event
+from genapi.launcher import Launcher
+from genapi.providers import sglang
+from genapi.types.config import Key
+from tests.contract.embedded import greedy, request, weights
+from tests.support.engine_process import STAND_INS
+from tests.support.launched import (
+    LIMIT_S,
+    SERVE,
+    Beside,
+    alive,
+    engines,
+    gone,
+    read_json,
+    sessions,
+)
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="looks at processes"),
+]
+
+KEY, ADMIN_KEY = "the-key-of-requests", "the-key-of-administration"
+
+
+class Seen:
+    """What a launch told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def pid(self, component: str) -> int:
+        """Of its latest life."""
+        return [e.pid for e in self.started if e.component == component][-1]
+
+    @property
+    def started(self) -> list[ComponentStarted]:
+        return [event for event in self.events if isinstance(event, ComponentStarted)]
+
+    @property
+    def ready(self) -> list[str]:
+        return [event.component for event in self.events if isinstance(event, ComponentReady)]
+
+    @property
+    def ended(self) -> dict[str, int | None]:
+        return {e.component: e.status for e in self.events if isinstance(e, ComponentEnded)}
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def url_of(launched: Launcher, name: str) -> str:
+    assert launched.running is not None
+    return next(c.url for c in launched.running.components if c.name == name)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def foreign_server(port: int = 0) -> Iterator[int]:
+    """Somebody else's server, which says 200 to everything."""
+    code = SERVE + "print(server.server_address[1], flush=True)\nsys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+async def test_servers_are_started_serve_and_are_gone_afterwards(tmp_path: pathlib.Path) -> None:
+    seen = Seen()
+    launched = genapi.launch(engines(2, api_key=KEY), folder=tmp_path, observe=seen)
+    async with launched as fleet:
+        snapshot = await fleet.snapshot()
+        urls = [worker.url for worker in snapshot.workers]
+        assert len(urls) == 2
+        reply = await fleet.generate(request())
+        assert len(reply.output.token_ids) == 8
+        assert sorted(seen.ready) == ["worker0", "worker1"]
+        pids = [pid for event in seen.started for pid in sessions(event.pid)]
+        assert len(pids) == 2
+        assert [mode(event.log) for event in seen.started] == [0o600, 0o600]
+    assert not any(map(alive, pids))
+    assert all(is_free(port_of(url)) for url in urls)
+    assert set(seen.ended) == {"worker0", "worker1"}
+    with pytest.raises(FleetError, match="used already"):
+        await launched.__aenter__()
+
+
+async def test_requests_go_through_the_gateway_and_no_key_is_on_a_command_line(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    config = sglang.Launch(
+        model="some/model",
+        model_name="tiny",
+        workers=2,
+        api_key=KEY,
+        admin_api_key=ADMIN_KEY,
+        gateway=sglang.Gateway(),
+        environment=STAND_INS,
+    )
+    async with genapi.launch(config, folder=tmp_path, observe=seen) as fleet:
+        replies = [await fleet.generate(request()) for _ in range(2)]
+        assert [len(reply.output.token_ids) for reply in replies] == [8, 8]
+        assert seen.ready[-1] == "gateway"
+        for event in seen.started:
+            for pid in sessions(event.pid):
+                assert KEY not in command_line(pid)
+                assert ADMIN_KEY not in command_line(pid)
+        assert "keys.yaml" not in files(tmp_path)  # read, and not needed any more
+        async with WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
+            await publisher.adopt(0)
+        assert all(worker.version for worker in (await fleet.snapshot()).workers)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+async def test_a_component_that_ends_takes_all_others_down_and_the_report_has_its_last_words(
+    tmp_path: pathlib.Path, status: int
+) -> None:
+    code = SERVE + (
+        "import os, time\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        f"print('these are the last words', flush=True); os._exit({status})"
+    )
+    seen = Seen()
+    config = Beside(engines(), {"sidecar": code})
+    launched = genapi.launch(config, folder=tmp_path / "logs", observe=seen)
+    with pytest.raises(FleetError) as caught:
+        await end_by(launched, (tmp_path / "go").touch)
+    assert f"sidecar (pid {seen.pid('sidecar')})" in str(caught.value)
+    assert f"ended with status {status}" in str(caught.value)
+    assert "these are the last words" in str(caught.value)
+    assert not alive(seen.pid("worker0"))
+
+
+async def test_an_error_of_the_block_s_own_stays_and_says_which_worker_was_killed(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    mine = RuntimeError("mine")
+
+    async def block() -> None:
+        async with genapi.launch(engines(), folder=tmp_path, observe=seen):
+            os.kill(seen.pid("worker0"), signal.SIGKILL)
+            try:
+                await anyio.sleep(LIMIT_S)
+            finally:
+                raise mine
+
+    with pytest.raises(RuntimeError) as caught:
+        await block()
+    assert caught.value is mine
+    assert any("was killed by SIGKILL" in note for note in caught.value.__notes__)
+
+
+async def test_an_error_in_the_block_is_the_same_outside_and_everything_is_stopped(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    mine = RuntimeError("mine")
+    with pytest.raises(RuntimeError) as caught:
+        async with genapi.launch(engines(), folder=tmp_path, observe=seen):
+            raise mine
+    assert caught.value is mine
+    assert not alive(seen.pid("worker0"))
+
+
+async def test_a_cancelled_block_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    seen = Seen()
+    with anyio.CancelScope() as scope:
+        async with genapi.launch(engines(), folder=tmp_path, observe=seen):
+            scope.cancel()
+            await anyio.sleep(LIMIT_S)
+    assert scope.cancelled_caught
+    assert not alive(seen.pid("worker0"))
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    seen = Seen()
+    with anyio.CancelScope() as scope:
+
+        def observe(event: Event) -> None:
+            seen(event)
+            scope.cancel()
+
+        async with genapi.launch(engines(2), folder=tmp_path, observe=observe):
+            pytest.fail("it was cancelled when the first had started")
+    assert scope.cancelled_caught
+    assert seen.started
+    assert not any(alive(event.pid) for event in seen.started)
+
+
+async def test_a_killed_worker_is_restarted_by_the_publication_that_needs_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    launched = genapi.launch(engines(2), folder=tmp_path, on_exit="leave", observe=seen)
+    async with launched as fleet:
+        before = {worker.url: worker.id for worker in (await fleet.snapshot()).workers}
+        publisher = WeightPublisher(
+            fleet, transport=genapi.weights.Memory(), restarter=launched.restart
+        )
+        await publisher.adopt(0)
+        killed = seen.pid("worker1")
+        os.kill(killed, signal.SIGKILL)
+        await gone(killed)
+        report = await publisher.publish(1, genapi.weights.from_tensors(weights(1)))
+        assert [receipt.outcome for receipt in report.receipts] == [Outcome.COMMITTED] * 2
+        after = {worker.url: worker.id for worker in (await fleet.snapshot()).workers}
+        assert list(after) == list(before)
+        assert [after[url] == before[url] for url in before] == [True, False]
+        for session in "abcd":
+            reply = await fleet.generate(request(session=session))
+            assert reply.output.token_ids == greedy(1, [1, 2, 3], 8)
+    assert not any(alive(event.pid) for event in seen.started)
+
+
+async def test_a_worker_that_lives_is_another_process_at_the_same_url_after_a_restart(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    launched = genapi.launch(engines(), folder=tmp_path, observe=seen)
+
+    async def restart_and_kill() -> None:
+        async with launched as fleet:
+            (worker,) = (await fleet.snapshot()).workers
+            first = seen.pid("worker0")
+            assert worker.id is not None
+            await launched.restart(worker.id, worker.url)
+            assert not alive(first)
+            assert alive(seen.pid("worker0"))
+            (again,) = (await fleet.snapshot()).workers
+            assert again.url == worker.url
+            assert again.id != worker.id
+            with pytest.raises(FleetError, match="was not started by this launch"):
+                await launched.restart(worker.id, "http://127.0.0.1:1")
+            os.kill(seen.pid("worker0"), signal.SIGKILL)
+            await anyio.sleep(LIMIT_S)
+            pytest.fail("the new one was not watched")
+
+    with pytest.raises(FleetError, match="was killed by SIGKILL"):
+        await restart_and_kill()
+
+
+async def test_a_worker_that_cannot_be_restarted_is_an_error_with_its_log(
+    tmp_path: pathlib.Path,
+) -> None:
+    once = f"import os, sys\npath = {str(tmp_path / 'started')!r}\n"
+    once += "if os.path.exists(path): sys.exit('not a second time')\nopen(path, 'w').close()\n"
+    config = Beside(engines(), {"other": once + SERVE + "threading.Event().wait()"}, worker=True)
+    launched = genapi.launch(config, folder=tmp_path / "logs")
+    async with launched as fleet:
+        (worker,) = (await fleet.snapshot()).workers
+        assert worker.id is not None
+        url = url_of(launched, "other")
+        with pytest.raises(FleetError, match="not a second time"):
+            await launched.restart(worker.id, url)
+        assert len((await fleet.generate(request())).output.token_ids) == 8
+
+
+@pytest.mark.case("LAUNCH-03")
+async def test_a_port_that_somebody_else_has_is_an_error_before_anything_is_started(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    with foreign_server() as port:
+        config = engines(2, ports=(free_port(), port))
+        with pytest.raises(FleetError, match=rf"worker1 cannot have port {port} .*in use"):
+            async with genapi.launch(config, folder=tmp_path, observe=seen):
+                pytest.fail("somebody else's server was taken for the worker")
+    assert seen.started == []
+
+
+@pytest.mark.case("LAUNCH-03")
+@pytest.mark.parametrize("asked_for", [True, False])
+async def test_whoever_takes_the_port_first_is_not_taken_for_the_component(
+    tmp_path: pathlib.Path, *, asked_for: bool
+) -> None:
+    # It listens only when told to. Somebody else is quicker, and answers 200 meanwhile.
+    wait = (
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    )
+    port = free_port() if asked_for else None
+    config = Beside(engines(), {"slow": wait + SERVE + "threading.Event().wait()"}, port=port)
+    launched = genapi.launch(config, folder=tmp_path / "logs")
+    stolen: list[int] = []
+
+    async def steal() -> None:
+        while launched.running is None:  # noqa: ASYNC110 - nobody tells
+            await anyio.sleep(0.01)
+        with foreign_server(port_of(url_of(launched, "slow"))) as taken:
+            stolen.append(taken)
+            await anyio.to_thread.run_sync(answers_three_times, taken)
+            (tmp_path / "go").touch()
+            await finished.wait()
+
+    finished = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(steal)
+        if asked_for:
+            with pytest.raises(FleetError, match="somebody else listens at a port"):
+                async with launched:
+                    pytest.fail("somebody else's server was taken for the component")
+        else:
+            async with launched:
+                assert port_of(url_of(launched, "slow")) not in stolen
+        finished.set()
+    assert stolen
+
+
+@pytest.mark.case("LAUNCH-06")
+async def test_what_is_not_ready_in_time_is_killed_with_all_its_children(
+    tmp_path: pathlib.Path,
+) -> None:
+    stubborn = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); '\n"
+        "code += 'time.sleep(600)'\n"
+        "same = subprocess.Popen([sys.executable, '-c', code])\n"
+        "other = subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{same.pid}} {{other.pid}}')\n"
+        "time.sleep(600)\n"
+    )
+    seen, port = Seen(), free_port()
+    config = Beside(None, {"stubborn": stubborn}, port=port)
+    launched = genapi.launch(
+        config, folder=tmp_path / "1", start_timeout_s=5, stop_timeout_s=0.5, observe=seen
+    )
+    with pytest.raises(FleetError, match=r"stubborn did not serve within start_timeout_s=5"):
+        async with launched:
+            pytest.fail("it never answered")
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text(encoding="utf-8").split()]
+    assert len(pids) == 2
+    assert not any(map(alive, [*pids, seen.pid("stubborn")]))
+    assert seen.ended["stubborn"] == -signal.SIGKILL
+    again = Beside(engines(), {"stubborn": SERVE + "threading.Event().wait()"}, port=port)
+    async with genapi.launch(again, folder=tmp_path / "2"):
+        pass
+
+
+async def test_a_flag_that_the_engine_refuses_is_in_the_error_as_the_engine_says_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    config = engines(2, flags=("--no-such-flag=1",))
+    with pytest.raises(FleetError, match=r"(?s)ended with status 2.*--no-such-flag=1"):
+        async with genapi.launch(config, folder=tmp_path):
+            pytest.fail("it cannot have started")
+
+
+async def test_a_program_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:
+    config = engines(python="/no/such/python")
+    with pytest.raises(FleetError, match="'/no/such/python' cannot be run: No such file"):
+        async with genapi.launch(config, folder=tmp_path):
+            pytest.fail("it cannot have started")
+
+
+async def test_a_key_that_a_program_prints_is_hidden_in_the_error(tmp_path: pathlib.Path) -> None:
+    code = "import os, sys; sys.exit('my token is ' + os.environ['SOME_TOKEN'])"
+    config = Beside(None, {"talker": code}, variables={"SOME_TOKEN": Key(KEY)})
+    with pytest.raises(FleetError, match=r"my token is \*+") as caught:
+        async with genapi.launch(config, folder=tmp_path):
+            pytest.fail("it cannot have started")
+    assert KEY not in str(caught.value)
+
+
+async def test_nothing_of_the_starter_s_environment_is_inherited_that_is_not_meant_to_be(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = {
+        "ALL_PROXY": "socks5://p:1",
+        "DYN_NAMESPACE": "another",
+        "DYN_SYSTEM_PORT": "1",
+        "ETCD_AUTH_PASSWORD": "x",
+        "HTTPS_PROXY": "http://p:1",
+        "NATS_AUTH_TOKEN": "x",
+        "PYTHONPATH": "/somebody/s/checkout",
+        "SGLANG_TEST": "1",
+        "SOME_API_KEY": "x",
+        "VIRTUAL_ENV": "/x",
+        "VLLM_API_KEY": "x",
+        "VLLM_PLUGINS": "none",
+        "http_proxy": "http://p:1",
+    }
+    meant = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "HF_HOME": "/hub", "MINE": "1"}
+    for name, value in (foreign | meant).items():
+        monkeypatch.setenv(name, value)
+    code = f"import json, os\njson.dump(dict(os.environ), open({str(tmp_path / 'seen')!r}, 'w'))\n"
+    config = Beside(engines(inherit=("MINE",)), {"looker": code + SERVE + "sys.stdin.read()"})
+    with pytest.raises(FleetError, match="looker"):  # its input is empty, so that it ends
+        async with genapi.launch(config, folder=tmp_path / "logs"):
+            await anyio.sleep(LIMIT_S)
+    found = read_json(tmp_path / "seen")
+    assert isinstance(found, dict)
+    assert foreign.keys() & found.keys() == set()
+    assert {name: found.get(name) for name in meant} == meant
+    assert found["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.case("LAUNCH-01")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+async def test_nothing_outlives_the_process_that_launched(
+    tmp_path: pathlib.Path, number: signal.Signals
+) -> None:
+    process = await anyio.open_process(
+        [sys.executable, "-m", "tests.support.launching_program", str(tmp_path)],
+        stderr=None,
+        env={**os.environ, **STAND_INS},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    async with process:
+        with anyio.fail_after(LIMIT_S):
+            line = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 65536)
+        facts = json.loads(line)
+        try:
+            assert len(facts["pids"]) == 3
+            assert all(map(alive, facts["pids"]))
+            process.send_signal(number)
+            await gone(process.pid, *facts["pids"])
+            assert all(is_free(port_of(url)) for url in facts["urls"])
+            assert alive(facts["forked"])  # only what was launched was signalled
+        finally:
+            os.kill(facts["forked"], signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                process.kill()
+
+
+async def test_a_component_ends_also_where_its_keeper_was_killed(tmp_path: pathlib.Path) -> None:
+    seen = Seen()
+    launched = genapi.launch(engines(), folder=tmp_path, observe=seen)
+    with pytest.raises(FleetError, match="worker0"):
+        await end_by(launched, lambda: os.kill(parent(seen.pid("worker0")), signal.SIGKILL))
+    await gone(seen.pid("worker0"))
+
+
+async def test_a_dry_run_starts_nothing_and_shows_everything_but_keys(
+    tmp_path: pathlib.Path,
+) -> None:
+    launched = genapi.launch(engines(2, api_key=KEY), folder=tmp_path / "logs")
+    shown = str(launched.dry_run())
+    for part in ("worker0", "worker1", "--model=some/model", "VLLM_API_KEY=", "vllm://127.0.0.1:"):
+        assert part in shown
+    assert KEY not in shown
+    assert KEY not in repr(launched.dry_run())
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["start_timeout_s", "stop_timeout_s"])
+def test_a_bound_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(genapi.ConfigError, match=name):
+        genapi.launch(engines(), **{name: 0})  # type: ignore[arg-type]
+
+
+async def end_by(launched: Launcher, act: Callable[[], object]) -> None:
+    """Do something that ends a launch from inside."""
+    async with launched:
+        act()
+        await anyio.sleep(LIMIT_S)
+        pytest.fail("the block was not cancelled")
+
+
+def files(folder: pathlib.Path) -> list[str]:
+    return [path.name for path in folder.rglob("*")]
+
+
+def mode(path: str) -> int:
+    return stat.S_IMODE(pathlib.Path(path).stat().st_mode)
+
+
+def command_line(pid: int) -> str:
+    return pathlib.Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+
+
+def parent(pid: int) -> int:
+    line = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return int(line.rpartition(")")[2].split()[1])
+
+
+def answers_three_times(port: int) -> None:
+    for _ in range(3):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

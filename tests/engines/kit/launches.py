@@ -1,0 +1,73 @@
+"""How `genapi.launch` starts real servers without a GPU, and a program that does.
+
+    python -m tests.engines.kit.launches vllm|sglang CONFIG_JSON FOLDER
+
+launches one, says which processes there are, and waits to be ended from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import genapi
+from genapi.events import ComponentStarted, Event
+from genapi.providers import sglang, vllm
+from tests.engines.kit import server as vllm_kit
+from tests.engines.kit.sglang import engine as sglang_kit
+from tests.support.launched import sessions
+
+if TYPE_CHECKING:
+    from genapi.providers.shapes.launch import LaunchConfig
+
+__all__ = ("KINDS", "launch_of")
+
+KINDS: dict[str, type[LaunchConfig]] = {"vllm": vllm.Launch, "sglang": sglang.Launch}
+SETTINGS = {"vllm": vllm_kit.SETTINGS, "sglang": sglang_kit.SETTINGS}
+FIELDS = (
+    "--context-length=", "--dtype=", "--enable-scale-out", "--enforce-eager", "--host=",
+    "--max-model-len=", "--served-model-name=", "--weight-transfer-config=",
+)  # fmt: skip
+"""The kit's flags that are fields of a launch."""
+FLAGS = {"vllm": vllm_kit.FLAGS, "sglang": sglang_kit.FLAGS}
+
+
+def launch_of(
+    scheme: str, environment: pathlib.Path, model: pathlib.Path, **more: Any
+) -> LaunchConfig:
+    """Servers of a tiny model, as the kit's own are."""
+    fields: dict[str, Any] = {
+        "model": str(model),
+        "model_name": "tiny",
+        "python": str(environment / "bin" / "python"),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "flags": tuple(flag for flag in FLAGS[scheme] if not flag.startswith(FIELDS)),
+        "environment": SETTINGS[scheme],
+    }
+    if scheme == "vllm":
+        fields["enforce_eager"] = True
+        cache = {"VLLM_CACHE_ROOT": str(model.parent / "vllm")}
+        fields["environment"] = fields["environment"] | cache
+    return KINDS[scheme].model_validate(fields | more)
+
+
+async def main(scheme: str, config: str, folder: str) -> None:
+    started: list[int] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, ComponentStarted):
+            started.append(event.pid)
+
+    launch = KINDS[scheme].model_validate_json(config)
+    async with genapi.launch(launch, folder=folder, observe=observe):  # type: ignore[arg-type]
+        sys.stdout.write(json.dumps([pid for leader in started for pid in sessions(leader)]) + "\n")
+        sys.stdout.flush()
+        await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
