@@ -96,8 +96,10 @@ def launch(
         observe: called with every event, also with those of components.
         options: the other options of `connect`, over what the launch sets.
 
+    Entering the block raises `FleetError` where a component does not come to serve.
+
     Raises:
-        ConfigError: a bound is not above 0, or the provider is not known.
+        ConfigError: a bound is not above 0.
     """
     return Launcher(
         config,
@@ -172,7 +174,8 @@ class Launcher:
     @property
     def running(self) -> Deployment | None:
         """What was started, where each component is now; None before."""
-        return self._plan() if self._ports else None
+        lives = {name: life.number for name, life in self._lives.items()}
+        return self._plan(lives) if self._ports else None
 
     def dry_run(self) -> Deployment:
         """What would be started, at ports that are free now. `str` shows it, keys masked.
@@ -523,7 +526,7 @@ def _hold(need: Need, wish: PortWish) -> socket.socket:
             held.bind((need.host, number))
         except OSError as error:
             held.close()
-            reason = os.strerror(error.errno or 0)
+            reason = error.strerror or str(error)
         else:
             return held
     wanted = "a port" if wish.number is None else f"port {wish.number}"

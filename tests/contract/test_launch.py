@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import pathlib
+import pickle
 import signal
 import socket
 import stat
@@ -24,7 +25,7 @@ import genapi
 from genapi import FleetError, Outcome, WeightPublisher
 from genapi.events import ComponentEnded, ComponentReady, ComponentStarted, Event
 from genapi.launcher import Launcher
-from genapi.providers import sglang
+from genapi.providers import dynamo, sglang
 from genapi.types.config import Key
 from tests.contract.embedded import greedy, request, weights
 from tests.support.engine_process import STAND_INS
@@ -250,6 +251,9 @@ async def test_a_killed_worker_is_restarted_by_the_publication_that_needs_it(
         killed = seen.pid("worker1")
         os.kill(killed, signal.SIGKILL)
         await gone(killed)
+        # Nobody listens there now, and yet the port is nobody else's.
+        with socket.socket() as probe, pytest.raises(OSError, match="in use"):
+            probe.bind(("127.0.0.1", port_of(list(before)[1])))
         report = await publisher.publish(1, genapi.weights.from_tensors(weights(1)))
         assert [receipt.outcome for receipt in report.receipts] == [Outcome.COMMITTED] * 2
         after = {worker.url: worker.id for worker in (await fleet.snapshot()).workers}
@@ -490,6 +494,29 @@ async def test_a_dry_run_starts_nothing_and_shows_everything_but_keys(
     assert KEY not in shown
     assert KEY not in repr(launched.dry_run())
     assert files(tmp_path) == []
+
+
+def test_a_port_is_below_what_the_program_can_read() -> None:
+    config = dynamo.Launch(model="some/model", workers=20)
+    frontend, *workers = genapi.launch(config).dry_run().components
+    ports = [port_of(worker.url) for worker in workers]
+    assert max(ports) < 32768
+    assert len({*ports, port_of(frontend.url)}) == 21
+
+
+async def test_a_provider_that_is_not_there_is_an_error_before_anything_is_started(
+    tmp_path: pathlib.Path,
+) -> None:
+    config = Beside(None, {"one": SERVE}, provider="nosuch")
+    launched = genapi.launch(config, folder=tmp_path)
+    with pytest.raises(genapi.ConfigError, match="unknown provider 'nosuch'"):
+        await launched.__aenter__()
+    assert files(tmp_path) == []
+
+
+def test_a_launch_does_not_travel_to_other_processes() -> None:
+    with pytest.raises(TypeError, match=r"send fleet\.config"):
+        pickle.dumps(genapi.launch(engines()))
 
 
 @pytest.mark.parametrize("name", ["start_timeout_s", "stop_timeout_s"])

@@ -97,7 +97,10 @@ async def test_launched_servers_are_published_to_and_a_killed_one_is_restarted_f
 async def test_a_killed_server_ends_the_block_with_a_report_and_its_engine_with_it(
     scheme: str, models: Models, tmp_path: pathlib.Path
 ) -> None:
-    config = launch_of(scheme, environment(scheme), models.seed0)
+    keys = {"api_key": "key-of-requests"}
+    if scheme == "sglang":
+        keys["admin_api_key"] = "key-of-administration"
+    config = launch_of(scheme, environment(scheme), models.seed0, **keys)
     started = Started()
     launched = genapi.launch(
         config,  # type: ignore[arg-type]
@@ -107,8 +110,11 @@ async def test_a_killed_server_ends_the_block_with_a_report_and_its_engine_with_
     )
 
     async def block() -> None:
-        async with launched:
+        async with launched as fleet:
             started.look()
+            await knows_its_keys(fleet)
+            lines = [command_line(pid) for pid in started.all]
+            assert not any(key in line for key in keys.values() for line in lines)
             os.kill(started.leaders["worker0"], signal.SIGKILL)
             await anyio.sleep(LIMIT_S)
             pytest.fail("the block was not cancelled")
@@ -117,6 +123,17 @@ async def test_a_killed_server_ends_the_block_with_a_report_and_its_engine_with_
         await block()
     assert len(started.all) > 1
     assert not any(map(alive, started.all))
+
+
+async def knows_its_keys(fleet: genapi.Fleet) -> None:
+    """The server asks for keys, and the fleet has them."""
+    assert len(await everywhere(fleet)) == 1
+    transport = genapi.weights.Gloo(timeout_s=20)
+    async with genapi.WeightPublisher(fleet, transport=transport) as publisher:
+        await publisher.adopt(0)
+    async with genapi.connect(fleet.config.target, model="tiny") as stranger:
+        with pytest.raises(genapi.AuthError):
+            await everywhere(stranger)
 
 
 @pytest.mark.parametrize(
@@ -159,34 +176,6 @@ async def test_what_an_engine_says_of_a_bad_flag_is_in_the_error(
     launched: Any = genapi.launch(bad, folder=tmp_path, start_timeout_s=START_S)  # type: ignore[arg-type]
     with pytest.raises(FleetError, match=r"(?s)ended with status 2.*--no-such-flag=1"):
         await launched.__aenter__()
-
-
-@BOTH
-async def test_a_server_with_keys_has_none_on_its_command_line_and_asks_for_them(
-    scheme: str, models: Models, tmp_path: pathlib.Path
-) -> None:
-    keys = {"api_key": "key-of-requests"}
-    if scheme == "sglang":
-        keys["admin_api_key"] = "key-of-administration"
-    config = launch_of(scheme, environment(scheme), models.seed0, **keys)
-    started = Started()
-    async with genapi.launch(
-        config,  # type: ignore[arg-type]
-        folder=tmp_path,
-        start_timeout_s=START_S,
-        observe=started,
-    ) as fleet:
-        started.look()
-        lines = [command_line(pid) for pid in started.all]
-        assert not any(key in line for key in keys.values() for line in lines)
-        assert len(await everywhere(fleet)) == 1
-        async with genapi.connect(fleet.config.target, model="tiny") as stranger:
-            with pytest.raises(genapi.AuthError):
-                await everywhere(stranger)
-        async with genapi.WeightPublisher(
-            fleet, transport=genapi.weights.Gloo(timeout_s=20)
-        ) as publisher:
-            await publisher.adopt(0)
 
 
 @BOTH

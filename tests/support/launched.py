@@ -54,10 +54,7 @@ class Beside:
     port: int | None = None
     variables: Mapping[str, str | Key] | None = None
     worker: bool = False
-
-    @property
-    def provider(self) -> str:
-        return "vllm"
+    provider: str = "vllm"
 
     @property
     def needs(self) -> tuple[Need, ...]:

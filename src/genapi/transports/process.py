@@ -181,7 +181,7 @@ class Program:
     async def _end(self, process: Process, lines: BufferedByteReceiveStream) -> Sequence[int]:
         """Tell the keeper to end the program, and wait until nothing is left."""
         assert process.stdin is not None  # noqa: S101 - it was asked for
-        with suppress(anyio.BrokenResourceError):  # it has ended by itself
+        with suppress(anyio.BrokenResourceError, OSError):  # it has ended by itself
             await process.stdin.send(b"stop\n")
         await process.stdin.aclose()
         left: list[int] = []

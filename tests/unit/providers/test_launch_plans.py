@@ -121,6 +121,7 @@ def test_a_dynamo_frontend_and_its_workers_find_each_other_in_a_folder_of_their_
         "DYN_FILE_KV": "/run/shared",
         "DYN_REQUEST_PLANE": "tcp",
         "DYN_EVENT_PLANE": "zmq",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         "PYTHONHASHSEED": "0",
         "DYN_HTTP_HOST": "127.0.0.1",
         "DYN_SYSTEM_HOST": "127.0.0.1",

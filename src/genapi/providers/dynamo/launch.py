@@ -222,6 +222,7 @@ class Launch(LaunchConfig):
             "DYN_FILE_KV": place.shared,
             "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",  # nobody asks any more
             "PYTHONHASHSEED": "0",  # workers have to hash a prefix alike
             **{f"DYN_{name}_HOST": self.host for name in hosts},
             **broker,
