@@ -62,7 +62,7 @@ async def test_launched_servers_are_published_to_and_a_killed_one_is_restarted_f
     config = launch_of(scheme, environment(scheme), models.seed0, workers=2)
     started = Started()
     launched = genapi.launch(
-        config,  # type: ignore[arg-type]
+        config,
         folder=tmp_path,
         start_timeout_s=START_S,
         on_exit="leave",
@@ -103,7 +103,7 @@ async def test_a_killed_server_ends_the_block_with_a_report_and_its_engine_with_
     config = launch_of(scheme, environment(scheme), models.seed0, **keys)
     started = Started()
     launched = genapi.launch(
-        config,  # type: ignore[arg-type]
+        config,
         folder=tmp_path,
         start_timeout_s=START_S,
         observe=started,
@@ -173,7 +173,7 @@ async def test_what_an_engine_says_of_a_bad_flag_is_in_the_error(
 ) -> None:
     config = launch_of(scheme, environment(scheme), models.seed0)
     bad = config.model_copy(update={"flags": (*config.flags, "--no-such-flag=1")})
-    launched: Any = genapi.launch(bad, folder=tmp_path, start_timeout_s=START_S)  # type: ignore[arg-type]
+    launched: Any = genapi.launch(bad, folder=tmp_path, start_timeout_s=START_S)
     with pytest.raises(FleetError, match=r"(?s)ended with status 2.*--no-such-flag=1"):
         await launched.__aenter__()
 
@@ -186,7 +186,7 @@ async def test_a_port_that_is_taken_is_an_error_before_an_engine_is_started(
         port = listener.getsockname()[1]
         config = launch_of(scheme, environment(scheme), models.seed0, ports=(port,))
         started = Started()
-        launched = genapi.launch(config, folder=tmp_path, observe=started)  # type: ignore[arg-type]
+        launched = genapi.launch(config, folder=tmp_path, observe=started)
         with pytest.raises(FleetError, match=rf"cannot have port {port} .*in use"):
             await launched.__aenter__()
         assert started.leaders == {}

@@ -11,7 +11,7 @@ import asyncio
 import json
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import genapi
 from genapi.events import ComponentStarted, Event
@@ -20,12 +20,13 @@ from tests.engines.kit import server as vllm_kit
 from tests.engines.kit.sglang import engine as sglang_kit
 from tests.support.launched import sessions
 
-if TYPE_CHECKING:
-    from genapi.providers.shapes.launch import LaunchConfig
+__all__ = ("KINDS", "Launch", "launch_of")
 
-__all__ = ("KINDS", "launch_of")
-
-KINDS: dict[str, type[LaunchConfig]] = {"vllm": vllm.Launch, "sglang": sglang.Launch}
+Launch = vllm.Launch | sglang.Launch
+KINDS: dict[str, type[vllm.Launch | sglang.Launch]] = {
+    "vllm": vllm.Launch,
+    "sglang": sglang.Launch,
+}
 SETTINGS = {"vllm": vllm_kit.SETTINGS, "sglang": sglang_kit.SETTINGS}
 FIELDS = (
     "--context-length=", "--dtype=", "--enable-scale-out", "--enforce-eager", "--host=",
@@ -35,9 +36,7 @@ FIELDS = (
 FLAGS = {"vllm": vllm_kit.FLAGS, "sglang": sglang_kit.FLAGS}
 
 
-def launch_of(
-    scheme: str, environment: pathlib.Path, model: pathlib.Path, **more: Any
-) -> LaunchConfig:
+def launch_of(scheme: str, environment: pathlib.Path, model: pathlib.Path, **more: Any) -> Launch:
     """Servers of a tiny model, as the kit's own are."""
     fields: dict[str, Any] = {
         "model": str(model),
@@ -63,7 +62,7 @@ async def main(scheme: str, config: str, folder: str) -> None:
             started.append(event.pid)
 
     launch = KINDS[scheme].model_validate_json(config)
-    async with genapi.launch(launch, folder=folder, observe=observe):  # type: ignore[arg-type]
+    async with genapi.launch(launch, folder=folder, observe=observe):
         sys.stdout.write(json.dumps([pid for leader in started for pid in sessions(leader)]) + "\n")
         sys.stdout.flush()
         await asyncio.sleep(600)
