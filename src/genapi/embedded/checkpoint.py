@@ -45,7 +45,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 
     Raises:
         FileNotFoundError: The folder has no such file.
-        ValueError: A file is not one, or has a dtype that is none of `DTYPES`.
+        ValueError: A file is not one, or is cut short, or has a dtype that is none of `DTYPES`.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -53,9 +53,15 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
     for file in files:
         raw = file.read_bytes()
         start = 8 + int.from_bytes(raw[:8], "little")
-        for name, entry in json.loads(raw[8:start]).items():
-            if name == "__metadata__":
-                continue
+        if start > len(raw):
+            raise ValueError("Error while deserializing header: invalid header length")
+        entries = json.loads(raw[8:start])
+        entries.pop("__metadata__", None)
+        if start + max(e["data_offsets"][1] for e in entries.values()) != len(raw):
+            raise ValueError(
+                "Error while deserializing header: incomplete metadata, file not fully covered"
+            )
+        for name, entry in entries.items():
             dtype = _SHORT.get(entry["dtype"])
             if dtype is None:
                 raise ValueError(f"{file.name}: tensor {name!r} is {entry['dtype']}")

@@ -181,8 +181,8 @@ class WeightUpdater:
         """Load a checkpoint; no session is needed.
 
         Raises:
-            Exception: A tensor does not fit. The way back to the old weights reads the same files
-                again, so the process is gone.
+            Exception: A file cannot be read, or a tensor does not fit. The way back to the old
+                weights reads the same files again, so the process is gone.
         """
         if not Path(folder).is_dir():
             # what is no folder is taken for a name on a hub
@@ -192,12 +192,10 @@ class WeightUpdater:
                 f"'{folder}'.."
             )
         try:
-            tensors = list(read_checkpoint(Path(folder)))
-        except (OSError, ValueError) as error:
+            self._load(list(read_checkpoint(Path(folder))))
+        except FileNotFoundError as error:
             return False, f"Failed to get weights iterator: {error}."
-        try:
-            self._load(tensors)
-        except _LoadError as error:
+        except (_LoadError, OSError, ValueError) as error:
             raise self._crash(f"the scheduler raised {error!r}") from error
         return self._updated(options, "Succeeded to update model weights.")
 

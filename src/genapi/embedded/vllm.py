@@ -159,6 +159,7 @@ class VllmServer:
                 "/update_weights": {"POST": cls._update_weights},
                 "/finish_weight_update": {"POST": cls._finish_weight_update},
                 "/update_weight_version": {"POST": cls._update_weight_version},
+                "/collective_rpc": {"POST": cls._collective_rpc},
             }
             if not config.is_line("0.31"):
                 routes["/shutdown_weight_transfer_engine"] = {"POST": cls._shutdown_weight_transfer}
@@ -419,6 +420,21 @@ class VllmServer:
             if version is not None:
                 await self._engine.rpc(lambda: self._set_label(version))
         return ok({"message": "Weight update finished"})
+
+    async def _collective_rpc(self, call: Call) -> Reply:
+        try:
+            body = json.loads(call.body)
+        except json.JSONDecodeError as error:
+            raise bad_request(f"JSON decode error: {error}", kind="Bad Request") from error
+        if not isinstance(body, dict):
+            raise bad_request("Request body must be a JSON object", kind="Bad Request")
+        if body.get("method") is None:
+            raise bad_request("Missing 'method' in request body", kind="Bad Request")
+        if body["method"] != "reload_weights":
+            raise WorkerError(f"'CPUWorker' object has no attribute {body['method']!r}")
+        folder = body.get("kwargs", {}).get("weights_path") or self._config.model
+        await self._engine.rpc(lambda: self._weights.reload(folder))
+        return ok({"results": [None] * self._config.replica_size})
 
     async def _weight_checker(self, call: Call) -> Reply:
         body = json_object(call)

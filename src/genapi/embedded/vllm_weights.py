@@ -12,11 +12,13 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .checkpoint import read_checkpoint
 from .engine import Engine
 
 __all__ = ("PeerLost", "WeightSession", "WorkerError")
@@ -152,6 +154,37 @@ class WeightSession:
         self._stale = frozenset()
         self._engine.loaded = True
 
+    def reload(self, folder: str) -> None:
+        """Load a folder in one go, or leave the model in pieces.
+
+        What an earlier failure left in it makes the next load fail as well, which clears it away; a
+        tensor of another shape nothing clears away. A name that is not known is no such tensor.
+        """
+        stale, self._loaded = frozenset(self._loaded), {}
+        self._engine.loaded = False
+        try:
+            if not Path(folder).is_dir():
+                # what is no folder is taken for a name on a hub
+                raise WorkerError(
+                    "Repo id must be in the form 'repo_name' or 'namespace/repo_name': '<path>'. "
+                    "Use `repo_type` argument if needed."
+                )
+            for name, tensor in read_checkpoint(Path(folder)):
+                if self._poison is not None:
+                    raise WorkerError(self._poison)
+                if name in stale:
+                    self._loaded = {}
+                    raise WorkerError(_NO_LOADER)
+                if name not in self._engine.weights:
+                    raise WorkerError(self._unknown(name))
+                self._load(name, tensor)
+        except (OSError, ValueError) as error:
+            raise WorkerError(str(error).replace(folder, "<path>")) from error
+        self._open = False
+        self._engine.install({**self._engine.weights, **self._loaded})
+        self._loaded = {}
+        self._engine.loaded = True
+
     def checksums(self) -> dict[str, str]:
         """SHA-256 of the bytes of every parameter."""
         weights = self._engine.weights
@@ -203,11 +236,7 @@ class WeightSession:
     def _load(self, name: str, tensor: NDArray[np.float32]) -> None:
         current = self._engine.weights.get(name)
         if current is None:
-            known = ", ".join(repr(known) for known in self._engine.weights)
-            self._reject(
-                f"There is no module or parameter named {name!r} in TinyForCausalLM. "
-                f"The available parameters belonging to  (TinyForCausalLM) are: {{{known}}}"
-            )
+            self._reject(self._unknown(name))
         elif current.shape != tensor.shape:
             self._loaded[name] = current
             self._reject(
@@ -218,6 +247,13 @@ class WeightSession:
             self._reject(_NO_LOADER)
         else:
             self._loaded[name] = tensor
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(repr(known) for known in self._engine.weights)
+        return (
+            f"There is no module or parameter named {name!r} in TinyForCausalLM. "
+            f"The available parameters belonging to  (TinyForCausalLM) are: {{{known}}}"
+        )
 
     def _reject(self, message: str) -> None:
         self._poison = self._poison or message
