@@ -11,7 +11,7 @@ from hashlib import sha256
 from genapi.publication.manifest import Described
 from genapi.types.ids import WorkerId
 
-__all__ = ("group_digest", "plan_digest")
+__all__ = ("group_digest", "manifest_digest", "plan_digest")
 
 _LENGTH = 16
 
@@ -38,8 +38,16 @@ def plan_digest(group: str, manifest: Iterable[Described], ends: Sequence[int]) 
         manifest: every tensor, in the order in which it is sent.
         ends: how many tensors have been sent after each bucket.
     """
-    tensors = [[meta.name, meta.dtype, list(meta.shape)] for meta in manifest]
-    return f"{group}:{_digest([tensors, list(ends)])}"
+    return f"{group}:{_digest([_tensors(manifest), list(ends)])}"
+
+
+def manifest_digest(manifest: Iterable[Described]) -> str:
+    """Of the tensors alone, in their order."""
+    return _digest(_tensors(manifest))
+
+
+def _tensors(manifest: Iterable[Described]) -> list[list[object]]:
+    return [[meta.name, meta.dtype, list(meta.shape)] for meta in manifest]
 
 
 def _digest(content: object) -> str:

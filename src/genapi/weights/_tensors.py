@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from genapi.errors import ConfigError
 
-__all__ = ("FROM_SAFETENSORS", "describe", "element_bytes", "is_torch", "plain", "raw_bytes")
+__all__ = (
+    "FROM_SAFETENSORS",
+    "bytes_of",
+    "describe",
+    "element_bytes",
+    "is_torch",
+    "plain",
+    "raw_bytes",
+)
 
 _WIDTHS = {
     "bool": 1,
@@ -121,6 +129,16 @@ def plain(tensor: Any) -> Any:
 def raw_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """The bytes of an array in row-major order; no copy where they lie so."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def bytes_of(tensor: Any) -> memoryview:
+    """The bytes of a tensor of torch's or numpy's, as they travel."""
+    if is_torch(tensor):
+        torch = sys.modules["torch"]
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        array: npt.NDArray[Any] = flat.numpy()
+        return array.data
+    return raw_bytes(tensor).data
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ The names in `init_info` and `update_info` are those of vLLM's NCCL backend; eac
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -15,15 +16,18 @@ from pydantic import Field
 from genapi.errors import ConfigError
 from genapi.publication.receivers import Receivers
 from genapi.types.base import Value
+from genapi.types.policy import PolicyVersion
 from genapi.weights._tensors import element_bytes
 from genapi.weights._threads import Once
 
 __all__ = (
     "Bucket",
     "Delivery",
+    "GroupTransport",
     "Sender",
     "TensorMeta",
     "WeightSource",
+    "WeightStore",
     "WeightTransport",
     "WireBucket",
     "check_limits",
@@ -187,7 +191,35 @@ class Sender(Protocol):
 
 
 class WeightTransport(Protocol):
-    """How tensors travel: `Gloo()`, `Memory()`."""
+    """How weights travel, which is one of two ways.
+
+    A `GroupTransport` (`Gloo()`, `Memory()`) sends them to a group of paused workers; a
+    `WeightStore` (`Filesystem(dir)`) puts them where workers load them from.
+    """
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Most bytes that are sent, or written, at a time; one larger tensor goes alone."""
+        ...
+
+    @property
+    def bucket_tensors(self) -> int:
+        """Most tensors that are sent, or written, at a time."""
+        ...
+
+    @property
+    def stage_bytes(self) -> int:
+        """Most bytes gathered before the fleet is paused, or before they are written."""
+        ...
+
+    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
+        """Raise `ConfigError` for a tensor that cannot travel; nobody is paused yet."""
+        ...
+
+
+@runtime_checkable
+class GroupTransport(WeightTransport, Protocol):
+    """Tensors go to all workers of a group, bucket by bucket, while they are paused."""
 
     @property
     def backend(self) -> str:
@@ -207,26 +239,7 @@ class WeightTransport(Protocol):
         """Whether the backend takes a `digest` of what both ends have to agree on."""
         ...
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Most bytes per update call; one larger tensor goes alone."""
-        ...
-
-    @property
-    def bucket_tensors(self) -> int:
-        """Most tensors per update call."""
-        ...
-
-    @property
-    def stage_bytes(self) -> int:
-        """Most bytes gathered before the fleet is paused."""
-        ...
-
-    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
-        """Raise `ConfigError` for a tensor that cannot travel; nobody is paused yet."""
-        ...
-
-    def towards(self, receivers: Receivers | None) -> "WeightTransport":
+    def towards(self, receivers: Receivers | None) -> "GroupTransport":
         """This transport as workers of one kind take it, by whatever name they know it.
 
         Args:
@@ -243,6 +256,44 @@ class WeightTransport(Protocol):
 
         Raises:
             ConfigError: the group cannot be offered from this machine, or has no receiver.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightStore(WeightTransport, Protocol):
+    """Weights lie in a place that every worker can load them from, before anybody is paused."""
+
+    async def write(
+        self,
+        version: PolicyVersion,
+        manifest: Sequence[TensorMeta],
+        buckets: AsyncIterable[Bucket],
+    ) -> str:
+        """Put one version there, durably; returns the path that workers are told to load.
+
+        When it fails or is cancelled, nothing is left that could be taken for a version.
+
+        Args:
+            version: what the place is named after.
+            manifest: every tensor.
+            buckets: them, in that order.
+
+        Raises:
+            ConfigError: it cannot be written there; the message names the remedy.
+            TransportError: the store failed.
+        """
+        ...
+
+    async def tidy(self, committed: PolicyVersion, needed: AbstractSet[PolicyVersion]) -> None:
+        """Remove versions that nobody needs any more.
+
+        Args:
+            committed: what the fleet serves.
+            needed: what a worker may be reading.
+
+        Raises:
+            GenAPIError: they could not be removed.
         """
         ...
 

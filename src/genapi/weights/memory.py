@@ -5,7 +5,6 @@ A worker in this process gets numpy arrays by reference; one behind a socket get
 """
 
 import base64
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from genapi.errors import ConfigError, TransportError
 from genapi.publication.receivers import Receivers
-from genapi.weights._tensors import is_torch, raw_bytes
+from genapi.weights._tensors import bytes_of, is_torch
 from genapi.weights.base import (
     Bucket,
     Delivery,
@@ -128,7 +127,7 @@ class MemorySender:
                 update_info=bucket.update_info,
                 attachment=Delivery(_by_reference(meta.name, tensor) for meta, tensor in pairs),
             )
-        data = [base64.b64encode(_raw(tensor)).decode("ascii") for tensor in bucket.tensors]
+        data = [base64.b64encode(bytes_of(tensor)).decode("ascii") for tensor in bucket.tensors]
         return WireBucket(update_info={**bucket.update_info, "data": data})
 
     async def send(self, bucket: Bucket) -> None:
@@ -165,12 +164,3 @@ def _by_reference(name: str, tensor: Any) -> npt.NDArray[Any]:
     view: npt.NDArray[Any] = tensor.view()
     view.flags.writeable = False
     return view
-
-
-def _raw(tensor: Any) -> memoryview:
-    if is_torch(tensor):
-        torch = sys.modules["torch"]
-        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        array: npt.NDArray[Any] = flat.numpy()
-        return array.data
-    return raw_bytes(tensor).data

@@ -1,0 +1,155 @@
+"""What is asked of a file system to make a directory durable: `Disk`.
+
+The rule of this file: one method is one thing that a machine may fail before, after or within.
+Nothing is durable before it was synced: the bytes of a file by `sync`, the names in a directory
+by `sync_directory`.
+"""
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ("Disk", "PosixDisk")
+
+_NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}
+
+
+class Disk(Protocol):
+    """A file system. Every method raises `OSError` as the system call does."""
+
+    def free(self, path: Path) -> int:
+        """Bytes that may still be written there."""
+        ...
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds."""
+        ...
+
+    def is_file(self, path: Path) -> bool:
+        """Whether there is such a file."""
+        ...
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether there is such a directory."""
+        ...
+
+    def make_directory(self, path: Path) -> None:
+        """Make one that is not there; the one above it is."""
+        ...
+
+    def create(self, path: Path) -> int:
+        """A new, empty file, opened for writing."""
+        ...
+
+    def write(self, file: int, data: bytes | memoryview, offset: int) -> None:
+        """Put all of `data` there."""
+        ...
+
+    def sync(self, file: int) -> None:
+        """Make the file's bytes durable."""
+        ...
+
+    def close(self, file: int) -> None:
+        """Close it, and let go of its lock."""
+        ...
+
+    def lock(self, path: Path) -> int | None:
+        """A file, made where it is missing, that nobody else has locked; None = somebody may."""
+        ...
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file the name of another, at once."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        ...
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove a directory that is empty."""
+        ...
+
+    def sync_directory(self, path: Path) -> None:
+        """Make durable which names a directory holds."""
+        ...
+
+
+class PosixDisk:
+    """The file system of this machine, local or mounted."""
+
+    def free(self, path: Path) -> int:
+        """Bytes that this user may still write there."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds."""
+        return os.listdir(path)  # noqa: PTH208 - the names alone
+
+    def is_file(self, path: Path) -> bool:
+        """Whether there is such a file."""
+        return path.is_file()
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether there is such a directory."""
+        return path.is_dir()
+
+    def make_directory(self, path: Path) -> None:
+        """Make one that is not there."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """A new, empty file, opened for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, file: int, data: bytes | memoryview, offset: int) -> None:
+        """Put all of `data` there."""
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(file, left, offset)
+            left, offset = left[written:], offset + written
+
+    def sync(self, file: int) -> None:
+        """Make the file's bytes durable."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        """Close it, and let go of its lock."""
+        os.close(file)
+
+    def lock(self, path: Path) -> int | None:
+        """A file that nobody else has locked, which ends with this process at the latest."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return None
+        return file
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file the name of another, at once."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; one that somebody else removed is gone."""
+        path.unlink(missing_ok=True)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove a directory that is empty."""
+        with suppress(FileNotFoundError):
+            path.rmdir()
+
+    def sync_directory(self, path: Path) -> None:
+        """Make durable which names a directory holds, where that can be asked for."""
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                raise
+        finally:
+            os.close(directory)

@@ -1,0 +1,247 @@
+"""Versions of weights in a directory: written, made durable, then marked, and removed.
+
+    DIR/<run>-<step>-<attempt>/    one version: a model directory as Hugging Face lays it out
+        model-00001-of-00002.safetensors ...   model.safetensors.index.json   config.json ...
+        STABLE        the marker, with the digest of the manifest: everything else is durable
+        .writing      the first file there, locked by whoever writes; free, and no marker: left
+
+The rule of this file: it blocks, in a thread of its own, and at every moment the marker is there
+only if all that it vouches for is durable. So the marker comes last and goes first.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from genapi.errors import TransportError
+from genapi.publication.digest import manifest_digest
+from genapi.types.policy import PolicyVersion
+from genapi.weights._disk import Disk
+from genapi.weights._layout import INDEX, index_of, plan_shards
+from genapi.weights._tensors import bytes_of
+from genapi.weights.base import Bucket, TensorMeta
+
+__all__ = ("MARKER", "Draft", "Versions", "name_of", "version_of")
+
+MARKER = "STABLE"
+
+_LOCK = ".writing"
+_DRAFT = f"{MARKER}.draft"
+_NAME = re.compile(r"(.+)-(0|[1-9][0-9]{0,17})-([1-9][0-9]{0,17})")
+_PIECE = 16 << 20
+"""How much is written between two looks at whether that is still wanted."""
+_TRIES = 8
+
+
+def name_of(version: PolicyVersion) -> str:
+    """The name of a version's directory."""
+    return f"{version.run}-{version.step}-{version.attempt}"
+
+
+def version_of(name: str) -> PolicyVersion | None:
+    """The version that a directory of this name holds; None = it is no version's."""
+    match = _NAME.fullmatch(name)
+    if match is None or re.fullmatch(r"[A-Za-z0-9._-]+", match[1]) is None:
+        return None
+    return PolicyVersion(run=match[1], step=int(match[2]), attempt=int(match[3]))
+
+
+class Versions:
+    """All versions in one directory."""
+
+    def __init__(self, directory: Path, disk: Disk) -> None:
+        self._directory = directory
+        self._disk = disk
+
+    def prepare(self) -> None:
+        """Make the directory, and remove what writers that died have left."""
+        if self._directory.name not in self._disk.names(self._directory.parent):
+            self._disk.make_directory(self._directory)
+            self._disk.sync_directory(self._directory.parent)
+        for version in self._found():
+            if not self._is_stable(version):
+                self._remove_if_left(version)
+
+    def draft(
+        self, version: PolicyVersion, manifest: Sequence[TensorMeta], *, shard_bytes: int
+    ) -> "Draft":
+        """Begin to write a version; one of the same name is removed first."""
+        place = self._directory / name_of(version)
+        for _ in range(_TRIES):
+            if place.name in self._disk.names(self._directory):
+                self._remove(version)
+            self._disk.make_directory(place)
+            try:
+                lock = self._disk.lock(place / _LOCK)
+            except FileNotFoundError:
+                continue  # taken for one that was left behind, and removed
+            return Draft(self._disk, place, manifest, shard_bytes=shard_bytes, lock=lock)
+        raise TransportError(f"{place} is removed again and again", phase="not_sent")
+
+    def stable(self) -> list[PolicyVersion]:
+        """Versions that are whole."""
+        return [version for version in self._found() if self._is_stable(version)]
+
+    def tidy(
+        self, committed: PolicyVersion, *, needed: AbstractSet[PolicyVersion], keep: int
+    ) -> None:
+        """Remove versions of the same run that are older than the newest `keep` up to `committed`.
+
+        Args:
+            committed: what the fleet serves, which stays.
+            needed: what a worker may be reading, which stays as well.
+            keep: how many versions stay, `committed` included.
+        """
+        for version in removable(self.stable(), committed, needed=needed, keep=keep):
+            self._remove(version)
+
+    def _found(self) -> list[PolicyVersion]:
+        found = map(version_of, self._disk.names(self._directory))
+        return [version for version in found if version is not None]
+
+    def _is_stable(self, version: PolicyVersion) -> bool:
+        return self._disk.is_file(self._directory / name_of(version) / MARKER)
+
+    def _remove_if_left(self, version: PolicyVersion) -> None:
+        place = self._directory / name_of(version)
+        try:
+            if not self._disk.names(place):
+                self._disk.remove_directory(place)  # of a writer that is about to lock it, too
+                return
+            lock = self._disk.lock(place / _LOCK)
+        except OSError:
+            return
+        if lock is None:
+            return
+        try:
+            if not self._is_stable(version):
+                self._remove(version)
+        finally:
+            self._disk.close(lock)
+
+    def _remove(self, version: PolicyVersion) -> None:
+        place = self._directory / name_of(version)
+        self._disk.remove(place / MARKER)
+        self._disk.sync_directory(place)
+        names = self._disk.names(place)
+        for name in sorted(names, key=lambda name: name == _LOCK):
+            self._disk.remove(place / name)
+        self._disk.remove_directory(place)
+
+
+def removable(
+    stable: Iterable[PolicyVersion],
+    committed: PolicyVersion,
+    *,
+    needed: AbstractSet[PolicyVersion],
+    keep: int,
+) -> list[PolicyVersion]:
+    """Which whole versions nobody needs any more; those of other runs, and newer ones, stay."""
+    place = (committed.step, committed.attempt)
+    older = [v for v in stable if v.run == committed.run and (v.step, v.attempt) < place]
+    older.sort(key=lambda v: (v.step, v.attempt), reverse=True)
+    return [version for version in older[keep - 1 :] if version not in needed]
+
+
+class Draft:
+    """One version that is being written, from whatever threads."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        place: Path,
+        manifest: Sequence[TensorMeta],
+        *,
+        shard_bytes: int,
+        lock: int | None,
+    ) -> None:
+        self._disk = disk
+        self._place = place
+        self._lock = lock
+        self._digest = manifest_digest(manifest)
+        self._shards = plan_shards(manifest, shard_bytes=shard_bytes)
+        self._slots = iter(
+            [
+                (shard, start, number + 1)
+                for shard in self._shards
+                for number, (_, start) in enumerate(shard.starts)
+            ]
+        )
+        self._open: int | None = None
+        self._marked = False
+        self._unwanted = threading.Event()
+        self._working = threading.Lock()
+
+    def give_up(self) -> None:
+        """Have whoever writes stop. From any thread; it is `discard` that removes what is there."""
+        self._unwanted.set()
+
+    def add(self, bucket: Bucket) -> None:
+        """Write the next tensors, in the order of the manifest; a file that is full is durable."""
+        with self._working:
+            for tensor in bucket.tensors:
+                shard, start, number = next(self._slots)
+                if self._open is None:
+                    self._open = self._disk.create(self._place / shard.name)
+                    self._put(self._open, shard.head, 0)
+                self._put(self._open, bytes_of(tensor), start)
+                if number == len(shard.starts):
+                    self._close(self._open)
+
+    def finish(self, files: Mapping[str, Callable[[], bytes]]) -> None:
+        """Write what else belongs to it, and mark it when all of it is durable.
+
+        Args:
+            files: name and content.
+        """
+        with self._working:
+            index = index_of(self._shards)
+            if index is not None:
+                self._write(INDEX, index)
+            for name, content in files.items():
+                self._write(name, content())
+            self._disk.sync_directory(self._place)
+            self._disk.sync_directory(self._place.parent)
+            self._write(_DRAFT, self._digest.encode() + b"\n")
+            self._disk.rename(self._place / _DRAFT, self._place / MARKER)
+            self._marked = True
+            self._disk.sync_directory(self._place)
+            self._let_go()
+
+    def discard(self) -> None:
+        """Remove what is not marked, so that it takes no space; waits for whoever writes."""
+        with self._working:
+            file, self._open = self._open, None
+            if file is not None:
+                self._disk.close(file)
+            if not self._marked:
+                names = self._disk.names(self._place)
+                for name in sorted(names, key=lambda name: name == _LOCK):
+                    self._disk.remove(self._place / name)
+                self._let_go()
+                self._disk.remove_directory(self._place)
+
+    def _write(self, name: str, content: bytes) -> None:
+        self._open = self._disk.create(self._place / name)
+        self._put(self._open, content, 0)
+        self._close(self._open)
+
+    def _put(self, file: int, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        for begin in range(0, len(view), _PIECE):
+            if self._unwanted.is_set():
+                raise TransportError(f"{self._place} was given up", phase="not_sent")
+            self._disk.write(file, view[begin : begin + _PIECE], offset + begin)
+
+    def _close(self, file: int) -> None:
+        self._disk.sync(file)
+        self._open = None
+        self._disk.close(file)
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        self._disk.remove(self._place / _LOCK)
+        if lock is not None:
+            self._disk.close(lock)

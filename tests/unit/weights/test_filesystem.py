@@ -1,0 +1,375 @@
+"""Weights as files: what is written, what is refused, and who is left alone."""
+
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genapi import PolicyVersion
+from genapi.errors import ConfigError, TransportError
+from genapi.weights import Filesystem, TensorMeta, from_safetensors
+from genapi.weights._disk import PosixDisk
+from genapi.weights._versions import Versions
+from genapi.weights.base import Bucket
+from tests.support.simulated_disk import SimulatedDisk
+
+ONE, TWO = PolicyVersion(run="r", step=1), PolicyVersion(run="r", step=2)
+SOME = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}
+ROOT = pathlib.Path("/weights")
+
+
+def metas_of(tensors: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
+    return tuple(
+        TensorMeta(name=name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape))
+        for name, t in tensors.items()
+    )
+
+
+async def buckets(tensors: Mapping[str, Any]) -> AsyncIterator[Bucket]:
+    for meta in metas_of(tensors):
+        yield Bucket((meta,), (tensors[meta.name],))
+
+
+async def write(
+    store: Filesystem, tensors: Mapping[str, Any] = SOME, version: PolicyVersion = ONE
+) -> pathlib.Path:
+    return pathlib.Path(await store.write(version, metas_of(tensors), buckets(tensors)))
+
+
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...]]]:
+    letters = st.characters(codec="utf-8", exclude_characters="\0")
+    names = draw(st.lists(st.text(letters, min_size=1), min_size=1, max_size=8, unique=True))
+    shape = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+    return [
+        (name, draw(st.sampled_from(DTYPES)), draw(shape))
+        for name in names
+        if name != "__metadata__"
+    ] or [("w", "bfloat16", (3,))]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(manifest=manifests(), shard=st.integers(1, 200), seed=st.integers(0, 99))
+def test_any_manifest_comes_back_bit_for_bit(
+    manifest: list[tuple[str, str, tuple[int, ...]]],
+    shard: int,
+    seed: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, dtype, shape in manifest:
+        size = TensorMeta(name=name, dtype=dtype, shape=shape).nbytes
+        raw = random.integers(0, 2 if dtype == "bool" else 256, size, np.uint8)
+        tensors[name] = torch.zeros(shape, dtype=getattr(torch, dtype))
+        if size:
+            tensors[name].reshape(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
+    store = Filesystem(tmp_path_factory.mktemp("w") / "dir", shard_bytes=shard)
+    source = from_safetensors(anyio.run(write, store, tensors))
+    assert {m.name: (m.dtype, m.shape) for m in source.manifest()} == {
+        name: (dtype, shape) for name, dtype, shape in manifest
+    }
+    for name, found in source:
+        assert found.dtype == tensors[name].dtype
+        assert raw_of(found) == raw_of(tensors[name])
+
+
+def raw_of(tensor: Any) -> bytes:
+    uint8 = sys.modules["torch"].uint8
+    return bytes(tensor.reshape(-1).view(uint8).numpy().tobytes()) if tensor.numel() else b""
+
+
+def folders(path: pathlib.Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pytest.param(np.arange(6, dtype="<f4").reshape(2, 3).T, id="transposed"),
+        pytest.param(np.float64(3).reshape(()), id="scalar"),
+        pytest.param(np.zeros((0, 3), dtype="<i8"), id="empty"),
+    ],
+)
+async def test_arrays_of_numpy_come_back_as_they_are(array: Any, tmp_path: pathlib.Path) -> None:
+    place = await write(Filesystem(tmp_path / "w"), {"byte": np.ones(3, np.uint8), "w": array})
+    found = {name: np.asarray(tensor) for name, tensor in from_safetensors(place)}
+    assert np.array_equal(found["w"], array)
+    assert found["w"].dtype == array.dtype
+
+
+async def test_a_version_lies_in_a_folder_of_its_name_and_is_told_by_the_path_of_the_workers(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = Filesystem(tmp_path / "w", worker_dir="/mnt/weights/")
+    place = await store.write(
+        PolicyVersion(run="my-run.1", step=7, attempt=2), metas_of(SOME), buckets(SOME)
+    )
+    assert place == "/mnt/weights/my-run.1-7-2"
+    assert folders(tmp_path / "w" / "my-run.1-7-2") == ["STABLE", "model.safetensors"]
+
+
+async def test_what_a_model_directory_has_beside_weights_is_copied_and_weights_are_not(
+    tmp_path: pathlib.Path,
+) -> None:
+    base = tmp_path / "base"
+    (base / "onnx").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        (base / name).write_text(name)
+    for name in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        ".gitattributes",
+    ):
+        (base / name).write_text("old")
+    place = await write(Filesystem(tmp_path / "w", base=base, shard_bytes=1))
+    assert folders(place) == [
+        "STABLE",
+        "chat_template.jinja",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert (place / "config.json").read_text() == "config.json"
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    assert index == {
+        "metadata": {"total_size": 28},
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        },
+    }
+
+
+async def test_old_versions_go_when_they_are_not_kept_and_not_needed(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = Filesystem(tmp_path, keep=2)
+    versions = [PolicyVersion(run="r", step=step) for step in range(5)]
+    for version in versions:
+        await write(store, version=version)
+    await store.tidy(versions[4], {versions[1]})
+    assert folders(tmp_path) == ["r-1-1", "r-3-1", "r-4-1"]
+
+
+async def test_what_a_writer_left_behind_is_removed_and_what_one_is_writing_is_not(
+    tmp_path: pathlib.Path,
+) -> None:
+    left = tmp_path / "other-3-1"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    (left / ".writing").touch()
+    (tmp_path / "other-4-1").mkdir()
+    at_work = Versions(tmp_path, PosixDisk()).draft(TWO, metas_of(SOME), shard_bytes=1)
+    await write(Filesystem(tmp_path))
+    assert folders(tmp_path) == ["r-1-1", "r-2-1"]
+    at_work.discard()
+    assert folders(tmp_path) == ["r-1-1"]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import anyio
+from genapi.weights._disk import PosixDisk
+from tests.unit.weights.test_filesystem import ONE, Filesystem, write
+
+class Deadly(PosixDisk):
+    def __init__(self, left):
+        self.left = left
+
+    def __getattribute__(self, name):
+        if name not in ("left", "__class__", "__dict__"):
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getattribute__(name)
+
+folder, step = sys.argv[1], 0
+while True:
+    pid = os.fork()
+    if pid == 0:
+        anyio.run(write, Filesystem(f"{folder}/{step}", shard_bytes=8, disk=Deadly(step)))
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if not os.WIFSIGNALED(status):
+        sys.exit(os.waitstatus_to_exitcode(status))
+    step += 1
+"""
+
+
+async def test_a_writer_killed_at_any_step_leaves_no_marker_and_nothing_in_the_way(
+    tmp_path: pathlib.Path,
+) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    await anyio.run_process(command, env=environment)
+    runs = [tmp_path / str(step) for step in range(len(folders(tmp_path)))]
+    assert len(runs) > 20
+    marked = [(run / "r-1-1" / "STABLE").exists() for run in runs]
+    assert marked == sorted(marked)
+    assert not marked[0]
+    for run in runs:
+        place = await write(Filesystem(run, shard_bytes=8))
+        names = folders(place)
+        assert names[0] == "STABLE"
+        assert folders(run) == ["r-1-1"]
+        found = {name: tensor.tolist() for name, tensor in from_safetensors(place)}
+        assert found == {"a": [[0, 1, 2], [3, 4, 5]], "b": [1, 1]}
+
+
+class Halting(PosixDisk):
+    """Holds the second writing until it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.writes = 0
+
+    def write(self, file: int, data: bytes | memoryview, offset: int) -> None:
+        self.writes += 1
+        if self.writes == 2:
+            self.reached.set()
+            assert self.go_on.wait(20)
+        super().write(file, data, offset)
+
+
+async def test_a_writing_that_is_cancelled_stops_and_removes_what_it_wrote(
+    tmp_path: pathlib.Path,
+) -> None:
+    disk = Halting()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(write, Filesystem(tmp_path, disk=disk))
+        await anyio.to_thread.run_sync(disk.reached.wait, 20)
+        disk.go_on.set()
+        tasks.cancel_scope.cancel()
+    assert folders(tmp_path) == []
+    assert disk.writes < 4
+
+
+async def test_a_source_that_fails_half_way_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    async def failing() -> AsyncIterator[Bucket]:
+        yield await anext(buckets(SOME))
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        await Filesystem(tmp_path).write(ONE, metas_of(SOME), failing())
+    assert folders(tmp_path) == []
+
+
+def disk_with_root(room: int = 1 << 20) -> SimulatedDisk:
+    return SimulatedDisk(room=room)
+
+
+async def test_a_disk_that_is_too_small_is_told_before_anything_is_written() -> None:
+    disk = disk_with_root(room=27)
+    with pytest.raises(ConfigError, match=r"takes 28 bytes and 27 are free.*lower keep=1"):
+        await write(Filesystem(ROOT, disk=disk))
+    assert disk.names(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (errno.ENOSPC, ConfigError, r"dir='/weights' is full .*No space left.*free some space"),
+        (errno.EDQUOT, ConfigError, r"dir='/weights' is full"),
+        (errno.EACCES, ConfigError, r"dir='/weights' cannot be written .*the right to"),
+        (errno.EROFS, ConfigError, r"dir='/weights' cannot be written"),
+        (errno.EIO, TransportError, r"dir='/weights': .*Input/output error"),
+    ],
+)
+async def test_what_the_system_refuses_names_the_directory_and_the_remedy(
+    number: int, kind: type[Exception], text: str
+) -> None:
+    disk = disk_with_root()
+    await write(Filesystem(ROOT, disk=disk), version=TWO)
+    disk.refuses_at, disk.refusal = disk.steps + 20, number
+    with pytest.raises(kind, match=text):
+        await write(Filesystem(ROOT, disk=disk))
+    assert disk.names(ROOT) == ["r-2-1"]
+
+
+async def test_a_directory_that_is_not_mounted_is_not_made(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no directory .*gone; create or mount it"):
+        await write(Filesystem(tmp_path / "gone" / "w"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="in the way of a directory"):
+        await write(Filesystem(tmp_path / "file"))
+
+
+async def test_a_base_that_is_no_model_directory_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no model directory: it has no config\.json"):
+        await write(Filesystem(tmp_path / "w", base=tmp_path))
+    assert not (tmp_path / "w").exists()
+
+
+def test_tensors_that_a_file_cannot_hold_are_refused_by_name() -> None:
+    def refused(**fields: Any) -> Any:
+        meta = TensorMeta(**({"name": "w", "dtype": "float32", "shape": (2,)} | fields))
+        return Filesystem("/w").check([meta], in_process=False)
+
+    with pytest.raises(ConfigError, match=r"'w' is complex128, which safetensors files"):
+        refused(dtype="complex128")
+    with pytest.raises(ConfigError, match="called '__metadata__'"):
+        refused(name="__metadata__")
+    refused()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"dir": "w"}, r"dir='w' is not absolute"),
+        ({"dir": "/w", "worker_dir": "w"}, r"worker_dir='w' is not absolute"),
+        ({"dir": "/w", "keep": 0}, r"keep=0: pass a whole number"),
+        ({"dir": "/w", "shard_bytes": 0}, r"shard_bytes=0: pass"),
+        ({"dir": "/w", "bucket_bytes": 0}, r"bucket_bytes=0: pass"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Filesystem(**settings)
+
+
+def test_neither_torch_nor_safetensors_is_imported_to_write_files(tmp_path: pathlib.Path) -> None:
+    code = """
+import sys, anyio
+from tests.unit.weights.test_filesystem import Filesystem, write
+anyio.run(write, Filesystem(sys.argv[1]))
+assert not {"torch", "safetensors"} & set(sys.modules)
+"""
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "w")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (tmp_path / "w" / "r-1-1" / "STABLE").exists()
