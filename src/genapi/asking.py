@@ -35,10 +35,11 @@ class Asking:
         limits_s: seconds that one worker may take for each operation, retries included.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a publication is made of
         self,
         *,
         fleet: Fleet,
+        admin_of: Callable[[WorkerFacts | None], Admin],
         members: Mapping[WorkerId, Member],
         version: PolicyVersion,
         plan: PausePlan,
@@ -49,6 +50,7 @@ class Asking:
     ) -> None:
         """Ask nothing yet."""
         self._fleet = fleet
+        self._admin_of = admin_of
         self._members = members
         self._version = version
         self._plan = plan
@@ -76,7 +78,7 @@ class Asking:
 
     def admin(self, worker: WorkerId) -> Admin:
         """How that worker is administered."""
-        return self._fleet.provider.administer(self._members[worker].facts)
+        return self._admin_of(self._members[worker].facts)
 
     async def run(self, worker: WorkerId, op: Op, flow: Flow[Answer]) -> Answer:
         """The answer of a worker to a flow of the provider's."""
@@ -107,7 +109,7 @@ class Asking:
         if fence is not None:
             # This process paused it itself, and a paused server cannot be told from a sleeping one.
             facts = replace(facts, asleep=False)
-        admin = self._fleet.provider.administer(facts)
+        admin = self._admin_of(facts)
         admin.check(self._plan, facts, backend=self._backend)
         await self._check_levels(worker, facts)
         membership.learn(url, facts)
@@ -119,7 +121,7 @@ class Asking:
             url, limit_s = self._members[worker].url, self._timeouts.probe_s
             await self._probe.check(self._fleet, worker, url, facts, timeout_s=limit_s)
         if "checksum" in self._levels:
-            admin = self._fleet.provider.administer(facts)
+            admin = self._admin_of(facts)
             answer = await self.run(worker, Op.INSPECT, admin.has_checksum())
             if not answer.done:
                 raise UnsupportedError(answer.detail)

@@ -5,7 +5,7 @@ shielded task of its own, so that a cancellation is an event of the table and no
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,7 @@ from genapi.groups import Group, leave
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import Probe
+from genapi.providers.base import Admin, WorkerFacts
 from genapi.publication.context import context_rule
 from genapi.publication.digest import group_digest, plan_digest
 from genapi.publication.evidence import Answer, Observed, Op
@@ -60,10 +61,11 @@ from genapi.types.worker import Fence, PhaseTime
 from genapi.weights.base import (
     Bucket,
     Delivery,
+    GroupTransport,
     Sender,
     TensorMeta,
     WeightSource,
-    WeightTransport,
+    WeightStore,
 )
 from genapi.weights.staging import Stage, plan_buckets
 
@@ -137,7 +139,8 @@ class Drive:
         members: Mapping[WorkerId, Member],
         version: PolicyVersion,
         source: WeightSource,
-        transport: WeightTransport,
+        transport: GroupTransport | WeightStore,
+        admin_of: Callable[[WorkerFacts | None], Admin],
         groups: Sequence[Group],
         plan: PausePlan,
         timeouts: PublishTimeouts,
@@ -153,6 +156,7 @@ class Drive:
         self._members = members
         self._version = version
         self._transport = transport
+        self._path = ""
         self._groups = groups
         self._plan = plan
         self._timeouts = timeouts
@@ -164,10 +168,11 @@ class Drive:
         self._closes = Phase.PAUSE if "probe" in tx.checks.levels else Phase.RESUME
         self._asking = Asking(
             fleet=fleet,
+            admin_of=admin_of,
             members=members,
             version=version,
             plan=plan,
-            backend=transport.backend,
+            backend=transport.backend if isinstance(transport, GroupTransport) else "",
             probe=probe,
             levels=tx.checks.levels,
             timeouts=timeouts,
@@ -200,6 +205,11 @@ class Drive:
     def manifest(self) -> tuple[TensorMeta, ...]:
         """What the source holds; empty until it was read."""
         return self._stage.manifest
+
+    @property
+    def version(self) -> PolicyVersion:
+        """What is published."""
+        return self._version
 
     def blame(self, error: BaseException) -> None:
         """Note what the publication failed of: the first error, unless it was superseded."""
@@ -286,7 +296,7 @@ class Drive:
     async def _ask(self, worker: WorkerId, op: Op, *, retries: bool) -> None:
         if op is Op.PAUSE:
             self.times.paused_from[worker] = anyio.current_time()
-        if op in _COLLECTIVE:
+        if op in _COLLECTIVE and self.tx.sends:
             answer = await self._answer_in_collective(worker, op)
         else:
             aborts = op is Op.SHUT or (op is Op.PAUSE and self._plan.mode == "abort")
@@ -366,7 +376,7 @@ class Drive:
                 sender = await self._sender_of(worker)
                 group = self._groups[self.tx.workers[worker].group]
                 info = {**sender.init_info, **self._digest(worker, sender, of="group")}
-                offset, backend = group.ranks.offsets[worker], self._transport.backend
+                offset, backend = group.ranks.offsets[worker], self._group_transport.backend
                 flow = self._asking.admin(worker).join(info, rank_offset=offset, backend=backend)
                 return await self._asking.run(worker, op, flow)
             case Op.UPDATE:
@@ -374,7 +384,20 @@ class Drive:
             case _:
                 return await self._asking.ask(worker, op, self.tx)
 
+    @property
+    def _group_transport(self) -> GroupTransport:
+        """The transport, where a phase that only groups have needs it."""
+        if not isinstance(self._transport, GroupTransport):
+            message = f"{type(self._transport).__name__} has no group"
+            raise TypeError(message)
+        return self._transport
+
     async def _update(self, worker: WorkerId) -> Answer:
+        if not self.tx.sends:
+            self.times.bytes_sent[worker] = self._stage.total_bytes
+            loads = self._asking.admin(worker)
+            flow = loads.update({"weights_path": self._path}, attachment=None)
+            return await self._asking.run(worker, Op.UPDATE, flow)
         sender, bucket = await self._sender_of(worker), await self._bucket.get()
         in_process = self._fleet.control.in_process
         wire = sender.wire(bucket, in_process=in_process)
@@ -390,12 +413,13 @@ class Drive:
         self, worker: WorkerId, sender: Sender, *, of: Literal["group", "plan"]
     ) -> dict[str, str]:
         """What the backend is told to agree on, where it is one that compares."""
-        if not self._transport.digests:
+        transport = self._group_transport
+        if not transport.digests:
             return {}
         number = self.tx.workers[worker].group
         if number not in self._digests:
             offsets = self._groups[number].ranks.offsets
-            group = group_digest(self._transport.backend, sender.init_info, offsets)
+            group = group_digest(transport.backend, sender.init_info, offsets)
             plan = plan_digest(group, self._stage.manifest, self._ends)
             self._digests[number] = {"group": group, "plan": plan}
         return {"digest": self._digests[number][of]}
@@ -449,6 +473,10 @@ class Drive:
         in_process = self._fleet.control.in_process
         self._check_manifest()
         self._transport.check(self._stage.manifest, in_process=in_process)
+        if isinstance(self._transport, WeightStore):
+            written = self._written()
+            self._path = await self._transport.write(self._version, self._stage.manifest, written)
+            return False
         buckets = plan_buckets(
             [meta.nbytes for meta in self._stage.manifest],
             bucket_bytes=self._transport.bucket_bytes,
@@ -473,7 +501,7 @@ class Drive:
 
     async def _join(self, number: int) -> None:
         group = self._groups[number]
-        group.sender = sender = await self._transport.sender(
+        group.sender = sender = await self._group_transport.sender(
             world_size=group.ranks.world_size, timeout_s=self._timeouts.group_s
         )
         if number in self.tx.broken:
@@ -546,6 +574,17 @@ class Drive:
                 version=self._version, what="gathered", bytes_done=done, bytes_total=total
             )
         )
+
+    async def _written(self) -> AsyncIterator[Bucket]:
+        """The buckets, for a store that asks for the next when it has written one."""
+        done, total = 0, self._stage.total_bytes
+        async for bucket in self._stage:
+            yield bucket
+            done += bucket.nbytes
+            version = self._version
+            self._observe(
+                SenderProgress(version=version, what="written", bytes_done=done, bytes_total=total)
+            )
 
     def _act_limit_s(self, act: Act) -> float:
         limits = self._timeouts

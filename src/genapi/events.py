@@ -17,6 +17,7 @@ __all__ = (
     "ComponentStarted",
     "Event",
     "Observe",
+    "OldVersionsKept",
     "PhaseEnded",
     "PhaseStarted",
     "RequestEnded",
@@ -125,6 +126,13 @@ class WorkerLeftOut(Event):
     version: PolicyVersion
     worker: WorkerId
     reason: str
+
+
+class OldVersionsKept(Event):
+    """Files of old versions could not be removed; the next publication tries again."""
+
+    version: PolicyVersion
+    error: str
 
 
 Observe = Callable[[Event], None]

@@ -25,6 +25,7 @@ from genapi.errors import (
 )
 from genapi.fleet import Fleet
 from genapi.groups import Group, leave, regroup
+from genapi.keeping import Keeping
 from genapi.ledger import Ledger
 from genapi.membership import Member
 from genapi.probe import PROBE_IDS, Probe
@@ -58,7 +59,14 @@ from genapi.types.worker import (
     Recovery,
     VerifyLevel,
 )
-from genapi.weights.base import TensorMeta, WeightSource, WeightTransport, check_source
+from genapi.weights.base import (
+    GroupTransport,
+    TensorMeta,
+    WeightSource,
+    WeightStore,
+    WeightTransport,
+    check_source,
+)
 
 __all__ = ("WeightPublisher",)
 
@@ -102,7 +110,8 @@ class WeightPublisher:
 
         Args:
             fleet: an open fleet.
-            transport: how tensors travel: `genapi.weights.Gloo()`, `genapi.weights.Memory()`.
+            transport: how weights travel: `genapi.weights.Gloo()`, `genapi.weights.Memory()`,
+                `genapi.weights.Filesystem(dir)`.
             mode: what happens to running requests: `keep` freezes them, `drain` lets them
                 finish, `abort` ends them.
             in_flight_kv: under `keep`, whether frozen requests recompute their keys and values
@@ -123,7 +132,7 @@ class WeightPublisher:
             min_workers: goes with `on_partial="serve"`, at least 1.
             max_workers_per_group: most workers that one failed collective reaches: they are divided
                 into groups of at most so many, which get every bucket side by side. None = one
-                group of all.
+                group of all. Files have no groups: each worker fails alone.
             restarter: `async (worker, url)`: restarts a server that needs it. It is called before a
                 publication for every worker that cannot be healed, or that refused connections, was
                 not ready or gave no answer for `preflight_s` when it was read once more; and again
@@ -147,7 +156,11 @@ class WeightPublisher:
         ids = PROBE_IDS if probe_ids is None else TokenIds(probe_ids)
         self._probe = Probe(ids, tolerance=probe_tolerance, max_gap=probe_max_gap)
         self._fleet = fleet
-        self._given = self._transport = transport
+        self._given = self._transport = _checked(transport)
+        self._admin_of = partial(
+            fleet.provider.administer, files=isinstance(self._transport, WeightStore)
+        )
+        self._admin_of(None)  # raises where workers cannot be told to load files
         self._plan = PausePlan(mode, in_flight_kv, prefix_cache)
         self._timeouts = timeouts or PublishTimeouts()
         self._groups: tuple[Group, ...] = ()
@@ -159,6 +172,12 @@ class WeightPublisher:
         self._restarter = restarter
         self._absences = Absences(
             fleet, timeouts=self._timeouts, min_workers=min_workers, restarter=restarter
+        )
+        store = self._transport
+        self._keeping = (
+            Keeping(fleet, store, ledger=self._ledger, limit_s=self._timeouts.cleanup_s)
+            if isinstance(store, WeightStore)
+            else None
         )
         self._left_open: BoardState | None = None
         self._in_doubt: set[str] = set()
@@ -229,7 +248,7 @@ class WeightPublisher:
                 member.url: partial(
                     fleet.control.run,
                     member.url,
-                    fleet.provider.administer(member.facts).leave(),
+                    self._admin_of(member.facts).leave(),
                     operation="leave",
                     timeout_s=self._timeouts.cleanup_s,
                 )
@@ -373,7 +392,9 @@ class WeightPublisher:
         left_out = await self._absences.leave_out(everyone, version)
         members = {worker: m for worker, m in everyone.items() if worker not in left_out}
         check_reached(members.values())
-        self._transport = self._given.towards(self._admin_of_all(members.values()).receivers)
+        if isinstance(self._given, GroupTransport):
+            receivers = self._admin_of_all(members.values()).receivers
+            self._transport = self._given.towards(receivers)
         self._groups = await regroup(self._groups, self._rank_plans(members))
         drive = self._drive(version, source, members, plan=plan, checks=checks, left_out=left_out)
         held = self._ledger.target
@@ -387,6 +408,8 @@ class WeightPublisher:
             await self._write_end(drive, everyone, report, held=held)
         if report.committed:
             self._manifest = drive.manifest
+            if self._keeping is not None:
+                await self._keeping.tidy(version)
         return report, drive.cause
 
     async def _take_lease(self) -> None:
@@ -454,17 +477,19 @@ class WeightPublisher:
         Raises:
             FleetError: they do not agree.
         """
-        admins = {m.name: self._fleet.provider.administer(m.facts) for m in members}
+        admins = {m.name: self._admin_of(m.facts) for m in members}
         ways = {(a.finish_sets_label, a.marks, a.receivers) for a in admins.values()}
         if len(ways) > 1:
             raise FleetError(
                 f"the workers are administered in ways that cannot be mixed in one publication: "
                 f"{', '.join(admins)}"
             )
-        return next(iter(admins.values()), self._fleet.provider.administer(None))
+        return next(iter(admins.values()), self._admin_of(None))
 
     def _rank_plans(self, members: Mapping[WorkerId, Member]) -> list[RankPlan]:
         facts = {w: m.facts for w, m in members.items() if m.facts is not None}
+        if isinstance(self._transport, WeightStore):
+            return [RankPlan(2, {worker: 1}) for worker in facts]  # each fails alone
         try:
             return plan_groups(
                 [Ranked(w, f.ranks, f.dp_group) for w, f in facts.items()],
@@ -549,7 +574,9 @@ class WeightPublisher:
         checks: Checks,
         left_out: Mapping[WorkerId, Receipt],
     ) -> Drive:
-        groups, admin = self._groups, self._admin_of_all(members.values())
+        groups, transport = self._groups, self._transport
+        admin = self._admin_of_all(members.values())
+        sends = isinstance(transport, GroupTransport)
         tx = Transaction(
             label=version.label,
             workers={
@@ -557,10 +584,13 @@ class WeightPublisher:
                 for number, group in enumerate(groups)
                 for worker in group.ranks.offsets
             },
-            standing=frozenset(n for n, g in enumerate(groups) if g.sender is not None),
+            standing=frozenset(
+                n for n, g in enumerate(groups) if g.sender is not None or not sends
+            ),
+            sends=sends,
             finish_sets_label=admin.finish_sets_label,
             marks=admin.marks,
-            acknowledged=self._transport.acknowledges,
+            acknowledged=isinstance(transport, GroupTransport) and transport.acknowledges,
             checks=checks,
             min_workers=self._min_workers,
         )
@@ -570,7 +600,8 @@ class WeightPublisher:
             members=members,
             version=version,
             source=source,
-            transport=self._transport,
+            transport=transport,
+            admin_of=self._admin_of,
             groups=groups,
             plan=plan,
             timeouts=self._timeouts,
@@ -591,9 +622,18 @@ class WeightPublisher:
         receipts = tuple(
             left_out[worker]
             if worker in left_out
-            else receipt_of(worker, member, tx, times=drive.times, fleet=self._fleet)
+            else receipt_of(
+                worker,
+                member,
+                tx,
+                times=drive.times,
+                fleet=self._fleet,
+                verdicts=self._admin_of(member.facts).verdicts,
+            )
             for worker, member in everyone.items()
         )
+        if self._keeping is not None:
+            self._keeping.note(tx, version)
         serving = sum(r.outcome is Outcome.COMMITTED and r.fence is None for r in receipts)
         committed = tx.committed and serving >= (self._min_workers or len(receipts))
         report = PublishReport(
@@ -605,6 +645,15 @@ class WeightPublisher:
         )
         self.last_report = report
         return report
+
+
+def _checked(transport: WeightTransport) -> GroupTransport | WeightStore:
+    if isinstance(transport, GroupTransport | WeightStore):
+        return transport
+    raise ConfigError(
+        f"{type(transport).__name__} is no weight transport: pass genapi.weights.Gloo(), "
+        "Memory() or Filesystem(dir)"
+    )
 
 
 def _may_lack(member: Member, number: int, run: str) -> bool:

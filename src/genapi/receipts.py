@@ -4,10 +4,12 @@ The rule of this file: nothing is asked here. What a receipt says is concluded b
 provider's rows; the fence that goes with it is set.
 """
 
+from collections.abc import Mapping
+
 from genapi.drive import Times
 from genapi.fleet import Fleet
 from genapi.membership import Member
-from genapi.publication.evidence import Op
+from genapi.publication.evidence import Op, Seen, Verdict
 from genapi.publication.transaction import Progress, Transaction, conclude, fence
 from genapi.publication.verification import found_of
 from genapi.types.ids import WorkerId
@@ -18,13 +20,18 @@ __all__ = ("receipt_left_out", "receipt_of")
 
 
 def receipt_of(
-    worker: WorkerId, member: Member, tx: Transaction, *, times: Times, fleet: Fleet
+    worker: WorkerId,
+    member: Member,
+    tx: Transaction,
+    *,
+    times: Times,
+    fleet: Fleet,
+    verdicts: Mapping[Seen, Verdict],
 ) -> Receipt:
     """The receipt of a worker that took part; what is proved of it sets or lifts its fence."""
     membership = fleet.membership
     progress = tx.workers[worker]
-    admin = fleet.provider.administer(member.facts)
-    verdict = conclude(tx, progress, admin.verdicts)
+    verdict = conclude(tx, progress, verdicts)
     before = parse_label(progress.found.get("label"))
     label = _label_after(progress)
     member.note_label(label)

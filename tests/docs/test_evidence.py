@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from genapi.providers.dynamo import verdicts as dynamo
+from genapi.providers.sglang import files as sglang_files
 from genapi.providers.sglang import verdicts as sglang
+from genapi.providers.vllm import files as vllm_files
 from genapi.providers.vllm import verdicts as vllm
 from genapi.publication.evidence import Pattern, Row, markdown
 
@@ -16,7 +18,9 @@ engines = pytest.mark.parametrize(
     ("name", "rows", "patterns"),
     [
         ("vllm", vllm.ROWS, vllm.PATTERNS),
+        ("vllm", vllm_files.ROWS, vllm.PATTERNS),
         ("sglang", sglang.ROWS, sglang.PATTERNS),
+        ("sglang", sglang_files.ROWS, sglang.PATTERNS),
         ("dynamo", dynamo.ROWS, dynamo.PATTERNS),
     ],
 )

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import genapi
 from genapi import Outcome, PolicyVersion
 from genapi.events import AdminCalled, Event, PhaseStarted
+from genapi.providers.base import Admin
 from genapi.providers.registry import provider
 from genapi.providers.vllm.verdicts import ROWS
 from genapi.publication.evidence import Observed, Op, Reached, Seen
@@ -202,8 +203,9 @@ ANY = Way(Seen(None, None, Reached.HELD))
 class Publication:
     """A publication of step 1 that takes such a way, and the calls of the fleet."""
 
-    def __init__(self, way: Way, server: Server) -> None:
+    def __init__(self, way: Way, server: Server, admin: Admin) -> None:
         self.way = way
+        self.admin = admin
         self.server = server
         self.scope = anyio.CancelScope()
         self.operations: list[str] = []
@@ -232,7 +234,7 @@ class Publication:
         print(f"\n{report}")
         assert not report.committed
         (receipt,) = report.receipts
-        verdict = provider(self.server.engine.scheme).administer(None).verdicts[self.way.row]
+        verdict = self.admin.verdicts[self.way.row]
         assert (receipt.outcome, receipt.evidence) == (verdict.outcome, verdict.evidence)
         assert receipt.recovery is verdict.recovery
         assert receipt.fence is not None
@@ -245,11 +247,13 @@ class Publication:
 
 @contextlib.asynccontextmanager
 async def publishing(
-    way: Way, server: Server, run: str
+    way: Way, server: Server, run: str, *, files: genapi.weights.Filesystem | None = None
 ) -> AsyncIterator[tuple[Publication, genapi.WeightPublisher, genapi.Fleet]]:
-    """A publication to come, and its publisher."""
-    publication = Publication(way, server)
-    transport: Any = genapi.weights.Gloo(timeout_s=20, bucket_tensors=BUCKET_TENSORS)
+    """A publication to come, over gloo or through files, and its publisher."""
+    admin = provider(server.engine.scheme).administer(None, files=files is not None)
+    publication = Publication(way, server, admin)
+    gloo = genapi.weights.Gloo(timeout_s=20, bucket_tensors=BUCKET_TENSORS)
+    transport: Any = gloo if files is None else files
     if way.breaks != "never":
         second = publication.transport.second_bucket
         transport = Breaking(transport, second, late=way.breaks == "late")

@@ -49,7 +49,8 @@ class Capabilities(Value):
         pause_refuses: whether requests that arrive while it is paused are refused (503) instead
             of queued, in modes abort and drain.
         missing: what it cannot do (`generate`, `logprobs`, `seed`, `priority`, `lora`, `admin`,
-            `weights`, `drop_caches`, `probe`), each with the remedy.
+            `weights` from a transfer group, weights from `files`, `drop_caches`, `probe`), each
+            with the remedy.
     """
 
     engine_version: str | None = None
@@ -250,7 +251,12 @@ class Admin(Protocol):
         ...
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
-        """Receive one bucket; answers when every rank has loaded it."""
+        """Receive one bucket, or load a directory; answers when every rank has loaded it.
+
+        Args:
+            update_info: what a sender says of the bucket, by vLLM's names; or `weights_path`.
+            attachment: what travels beside the call.
+        """
         ...
 
     def finish(self, label: str | None) -> Flow[Answer]:
@@ -328,8 +334,17 @@ class Provider(Protocol):
     name: str
     directory: Directory | None
 
-    def administer(self, facts: WorkerFacts | None) -> Admin:
-        """The administration of such a worker; None = of one that was not read yet."""
+    def administer(self, facts: WorkerFacts | None, *, files: bool = False) -> Admin:
+        """The administration of such a worker.
+
+        Args:
+            facts: what it is; None = it was not read yet.
+            files: whether it loads weights from files, in one call, where nothing is joined, begun
+                or closed; otherwise they come through a transfer group.
+
+        Raises:
+            UnsupportedError: such workers cannot be told to load files.
+        """
         ...
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:

@@ -58,6 +58,8 @@ class Observed(StrEnum):
     """Answered that it did not take what was sent; its weights may be half-written."""
     PEER_LOST = "peer_lost"
     """Answered that the other end of the transfer went away."""
+    UNREADABLE = "unreadable"
+    """Answered that it cannot read the files that it was told to load."""
     SESSION_OPEN = "session_open"
     """Answered that an update session is open already."""
     NO_SESSION = "no_session"

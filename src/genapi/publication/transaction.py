@@ -162,6 +162,8 @@ class Transaction:
         label: the label that proves this attempt.
         workers: what happened to each, in rank order.
         standing: groups that need not be built, because they stand since an earlier publication.
+        sends: whether the publisher sends buckets while workers take them; otherwise they load
+            what lies there.
         finish_sets_label: whether FINISH carries the label.
         marks: whether a write-ahead label is set before BEGIN.
         acknowledged: whether a finished SEND proves that every worker took the bucket.
@@ -182,6 +184,7 @@ class Transaction:
     label: str
     workers: Mapping[WorkerId, Progress]
     standing: frozenset[int] = frozenset()
+    sends: bool = True
     finish_sets_label: bool = True
     marks: bool = True
     acknowledged: bool = False
@@ -368,7 +371,7 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
         return tx, commands
     row = tx.row
     asked = [w for w, p in tx.workers.items() if row.ask and _IS_ASKED[row.who](tx, p)]
-    act = row.act if row.act is not Act.JOIN or tx.whole - tx.standing else None
+    act = row.act if _is_acted(tx, row.act) else None
     op = row.ask
     if op is not None and asked:
         workers = dict(tx.workers)
@@ -385,6 +388,13 @@ def _enter(tx: Transaction, phase: Phase, commands: tuple[Command, ...]) -> Step
     if not asked and act is None:
         return _leave(tx, commands)
     return tx, commands
+
+
+def _is_acted(tx: Transaction, act: Act | None) -> bool:
+    """Whether there is anything for the publisher to do."""
+    if act is Act.JOIN:
+        return bool(tx.whole - tx.standing)
+    return act is not Act.SEND or tx.sends
 
 
 def is_proved(tx: Transaction, progress: Progress) -> bool:

@@ -17,7 +17,7 @@ import genapi
 from genapi.publication.receivers import Receivers
 from genapi.transports.base import Plane, StreamReply
 from genapi.transports.http_aiohttp import AiohttpTransport
-from genapi.weights.base import Bucket, Sender, WeightTransport
+from genapi.weights.base import Bucket, GroupTransport, Sender
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
 __all__ = ("Breaking", "Meddled", "Meddling")
@@ -120,7 +120,7 @@ class Breaking:
         late: break when every worker has taken the second bucket, and not before one has.
     """
 
-    def __init__(self, inner: WeightTransport, awaited: anyio.Event, *, late: bool) -> None:
+    def __init__(self, inner: GroupTransport, awaited: anyio.Event, *, late: bool) -> None:
         self._inner = inner
         self._awaited = awaited
         self._late = late

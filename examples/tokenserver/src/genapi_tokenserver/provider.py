@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from genapi import GenerateRequest, GenerateResponse
-from genapi.errors import ConfigError
+from genapi.errors import ConfigError, UnsupportedError
 from genapi.providers.base import (
     Admin,
     Capabilities,
@@ -29,9 +29,11 @@ class Tokens:
     directory: Directory | None = None
     _admin: Admin = TokensAdmin()
 
-    def administer(self, facts: WorkerFacts | None) -> Admin:
+    def administer(self, facts: WorkerFacts | None, *, files: bool = False) -> Admin:
         """The administration of every token server."""
         del facts
+        if files:
+            raise UnsupportedError("a token server loads no files: use genapi.weights.Memory()")
         return self._admin
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:

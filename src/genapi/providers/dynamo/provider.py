@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from genapi.errors import UnsupportedError
 from genapi.providers.base import (
     Admin,
     Capabilities,
@@ -28,8 +29,12 @@ class Dynamo:
     name = "dynamo"
     directory: Directory | None = discovery.DynamoDirectory()
 
-    def administer(self, facts: WorkerFacts | None) -> Admin:
+    def administer(self, facts: WorkerFacts | None, *, files: bool = False) -> Admin:
         """The administration of a worker, by the routes that it advertises."""
+        if files:
+            raise UnsupportedError(
+                "genapi does not tell Dynamo's workers to load files: use genapi.weights.Gloo()"
+            )
         return admin_of(facts)
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:

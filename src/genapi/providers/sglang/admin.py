@@ -19,7 +19,7 @@ be set before the weights are finished (READ).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import WorkerFacts
@@ -136,20 +136,26 @@ class SGLangAdmin:
             UnsupportedError: its topology, its role or the plan cannot be carried out.
             ConfigError: SGLang has no such backend.
         """
+        self.check_server(plan, facts, receives="weights")
+        if backend not in BACKENDS:
+            raise ConfigError(
+                f"the transport sends by {backend!r}; SGLang receives weights by "
+                f"{', '.join(BACKENDS[:-1])}"
+            )
+
+    def check_server(
+        self, plan: PausePlan, facts: WorkerFacts, *, receives: Literal["weights", "files"]
+    ) -> None:
+        """Refuse a worker that cannot be published to, by the way that weights come to it."""
         caches = _caches(plan)
-        reason = facts.capabilities.missing.get("weights")
+        reason = facts.capabilities.missing.get(receives)
         if reason is not None:
-            raise UnsupportedError(f"this SGLang server cannot receive weights: {reason}")
+            raise UnsupportedError(f"this SGLang server cannot receive {receives}: {reason}")
         if facts.role is Role.PREFILL and caches.mode == "retract":
             # READ scheduler.py
             raise UnsupportedError(
                 "a prefill worker of SGLang keeps the old keys and values of a prompt that it is "
                 "in the middle of: use mode='abort' or in_flight_kv='stale'"
-            )
-        if backend not in BACKENDS:
-            raise ConfigError(
-                f"the transport sends by {backend!r}; SGLang receives weights by "
-                f"{', '.join(BACKENDS[:-1])}"
             )
 
     def join(self, init_info: Mapping[str, Any], *, rank_offset: int, backend: str) -> Flow[Answer]:

@@ -187,16 +187,16 @@ def _missing(info: _ServerInfo, model: Mapping[str, Any]) -> dict[str, str]:
         missing["generate"] = "start SGLang without --abort-on-priority-when-disabled"
     if info.dp_size > 1:
         missing["weights"] = (
-            f"its --dp-size is {info.dp_size}, and SGLang updates no replicas: start a server for "
-            "each, or use --attn-dp-size"
+            f"its --dp-size is {info.dp_size}, and SGLang gives replicas no ranks: publish with "
+            "weights.Filesystem(dir), start a server for each, or use --attn-dp-size"
         )
     elif info.pp_size > 1:
         missing["weights"] = (
             f"its --pp-size is {info.pp_size}, and SGLang gives the stages of a pipeline one rank: "
-            "start it with --tp-size alone"
+            "publish with weights.Filesystem(dir), or start it with --tp-size alone"
         )
-    elif info.tokenizer_worker_num > 1:
-        missing["weights"] = (
+    if info.tokenizer_worker_num > 1:
+        missing["weights"] = missing["files"] = (
             f"its --tokenizer-worker-num is {info.tokenizer_worker_num}, and each of them would "
             "show a label of its own: start it with one"
         )

@@ -14,6 +14,7 @@ from genapi.providers.base import (
 from genapi.providers.sglang import discovery, generate, render
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.errors import error_of
+from genapi.providers.sglang.files import SGLangFiles
 from genapi.providers.sglang.gateway import GatewayDirectory
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
@@ -29,11 +30,12 @@ class SGLang:
     name = "sglang"
     directory: Directory | None = GatewayDirectory()
     _admin: Admin = SGLangAdmin()
+    _files: Admin = SGLangFiles()
 
-    def administer(self, facts: WorkerFacts | None) -> Admin:
+    def administer(self, facts: WorkerFacts | None, *, files: bool = False) -> Admin:
         """The administration of every SGLang server."""
         del facts
-        return self._admin
+        return self._files if files else self._admin
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""

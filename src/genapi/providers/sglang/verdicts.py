@@ -60,6 +60,8 @@ PATTERNS: tuple[Pattern, ...] = (
         "RUN 19; NCCL and a group that does not form: READ",
         (Op.JOIN, Op.UPDATE),
     ),
+    # Of a directory: not there, or without weights.
+    Pattern(r"Failed to get weights iterator", Observed.UNREADABLE, "RUN", (Op.UPDATE,)),
     Pattern(r"\d+ validation error", Observed.REFUSED, "RUN"),
 )
 

@@ -6,13 +6,15 @@ proves nothing, and a provider's own patterns come before its statuses.
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from genapi.errors import ReplyError
 from genapi.providers.shapes.errors import BAD_GATEWAY, GATEWAY_TIMEOUT
 from genapi.publication.evidence import Answer, Observed, Op, Pattern
+from genapi.wire.flow import Flow
 from genapi.wire.http import HTTPReply
 
-__all__ = ("matched", "unless_failed")
+__all__ = ("matched", "nothing", "unless_failed", "unreadable")
 
 _FAILED = ("error", "failed")  # engines that did it say "paused", "resumed", "ok"
 
@@ -49,3 +51,21 @@ def matched(
         # Something in between gave up on the worker, which may have acted.
         return Answer(Observed.LOST, detail)
     return None
+
+
+def nothing() -> Flow[Answer]:
+    """What is done when there is nothing to ask of an engine."""
+    yield from ()
+    return Answer(Observed.DONE)
+
+
+def unreadable(answer: Answer, path: str) -> Answer:
+    """The answer to a load of `path`; where that could not be read, with the remedy."""
+    if answer.observed is not Observed.UNREADABLE:
+        return answer
+    remedy = (
+        f"{answer.detail} (it was told to load {path!r}: the directory has to be mounted on the "
+        "worker's machine and readable for the server; where its path is another one there, pass "
+        "weights.Filesystem(dir, worker_dir=...))"
+    )
+    return replace(answer, detail=remedy)

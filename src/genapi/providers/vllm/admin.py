@@ -57,6 +57,17 @@ class VLLMAdmin:
                 plan cannot be carried out.
             ConfigError: it sleeps, or receives weights by another backend.
         """
+        self.check_server(plan, facts)
+        own = facts.capabilities.weight_backend
+        if own != backend:
+            raise ConfigError(
+                f"the server receives weights by {own or 'no backend'}, the transport sends by "
+                f"{backend!r}: start vLLM with --weight-transfer-config "
+                f'\'{{"backend": "{backend}"}}\''
+            )
+
+    def check_server(self, plan: PausePlan, facts: WorkerFacts) -> None:
+        """Refuse a worker that cannot be published to, however weights come to it."""
         clears(plan)
         facts.capabilities.require("admin", where=_HERE)
         if facts.role is not Role.UNIFIED:
@@ -71,13 +82,6 @@ class VLLMAdmin:
             raise ConfigError(
                 "the server sleeps, and an update would kill its engine: wake it with "
                 "POST /wake_up first"
-            )
-        own = facts.capabilities.weight_backend
-        if own != backend:
-            raise ConfigError(
-                f"the server receives weights by {own or 'no backend'}, the transport sends by "
-                f"{backend!r}: start vLLM with --weight-transfer-config "
-                f'\'{{"backend": "{backend}"}}\''
             )
 
     def join(self, init_info: Mapping[str, Any], *, rank_offset: int, backend: str) -> Flow[Answer]:

@@ -14,6 +14,7 @@ from genapi.providers.base import (
 from genapi.providers.vllm import discovery, generate, render
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.errors import error_of
+from genapi.providers.vllm.files import VLLMFiles
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
 from genapi.wire.flow import Flow
@@ -28,11 +29,12 @@ class VLLM:
     name = "vllm"
     directory: Directory | None = None
     _admin: Admin = VLLMAdmin()
+    _files: Admin = VLLMFiles()
 
-    def administer(self, facts: WorkerFacts | None) -> Admin:
-        """The administration of every vLLM server."""
+    def administer(self, facts: WorkerFacts | None, *, files: bool = False) -> Admin:
+        """The administration of every VLLM server."""
         del facts
-        return self._admin
+        return self._files if files else self._admin
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""

@@ -67,6 +67,14 @@ PATTERNS: tuple[Pattern, ...] = (
         "RUN 42; NCCL: READ",
         (Op.JOIN, Op.UPDATE),
     ),
+    # Of a directory: not there, empty, a file that is cut short.
+    Pattern(
+        r"Repo id must |Cannot find any model weights|deserializing header|"
+        r"No such file or directory|Permission denied|Input/output error|Stale file handle",
+        Observed.UNREADABLE,
+        "RUN; the system's own errors: READ",
+        (Op.UPDATE,),
+    ),
     Pattern(r"\d+ validation error", Observed.REFUSED, "RUN 42"),
 )
 

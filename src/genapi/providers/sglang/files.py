@@ -1,0 +1,235 @@
+"""SGLang told to load weights from a directory: `/update_weights_from_disk`.
+
+The rule of this file: one call loads everything, every option is sent, and the label is a call of
+its own, after the load was answered. RUN was seen on SGLang 0.5.23
+(`tests/engines/test_filesystem.py`); READ is in its source only.
+
+No session is needed, and replicas (`--dp-size`) load as well. A directory that is not there, or has
+no weights, is refused before anything is touched. Whatever fails later takes the server down: to go
+back to the old weights it reads the same files again (READ weight_updater.py).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from genapi.providers.base import WorkerFacts
+from genapi.providers.sglang.admin import SGLangAdmin
+from genapi.providers.sglang.verdicts import answer_of
+from genapi.providers.shapes.answers import nothing, unreadable
+from genapi.publication.evidence import (
+    Answer,
+    Observed,
+    Op,
+    Reached,
+    Row,
+    Seen,
+    Verdict,
+    row,
+    verdicts_of,
+)
+from genapi.publication.plan import PausePlan
+from genapi.publication.rules import RULES
+from genapi.types.worker import Evidence, Outcome, Recovery
+from genapi.wire.flow import Flow, call
+from genapi.wire.http import HTTPCall, json_body
+
+__all__ = ("ROWS", "SGLangFiles")
+
+_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
+_SENT, _HELD = Reached.SENT, Reached.HELD
+_OPEN = (_EMPTY, _SENT)
+_REPUBLISH = Recovery.REPUBLISH
+_CLOSE = Recovery.CLOSE_THEN_REPUBLISH
+_RESTART = Recovery.RESTART_THEN_PUBLISH
+
+ROWS: tuple[Row, ...] = (
+    *RULES,
+    row(
+        Op.HEAL,
+        Observed.REJECTED,
+        _BEFORE,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "READ weight_updater.py: finishing the weights of an open session failed half-way",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _BEFORE,
+        Outcome.UNTOUCHED,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: a scheduler that dies takes the whole server with it",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.UNREADABLE,
+        _SENT,
+        Outcome.UNKNOWN,
+        Evidence.REJECTED,
+        _REPUBLISH,
+        "RUN: refused before anything was touched; READ: with a draft model its target may have "
+        "been loaded",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.REJECTED,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "READ weight_updater.py: it failed half-way and read the same files again",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.LOST,
+        _SENT,
+        Outcome.UNKNOWN,
+        Evidence.NO_ANSWER,
+        _CLOSE,
+        "RUN: it goes on loading, or goes down with what it cannot load; what is asked next comes "
+        "after it",
+    ),
+    row(
+        Op.LABEL,
+        None,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RULE: it has loaded all, and the label is not this attempt's",
+    ),
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _EMPTY,
+        Outcome.UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _REPUBLISH,
+        "RUN: it was told to load nothing",
+    ),
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: it has loaded all, and was not labelled",
+    ),
+    row(
+        Op.READ,
+        Observed.OTHER_LABEL,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _CLOSE,
+        "RUN: any label but the attempt's own proves nothing",
+    ),
+    row(
+        Op.READ,
+        None,
+        _HELD,
+        Outcome.COMMITTED,
+        Evidence.OWN_LABEL,
+        _REPUBLISH,
+        "RUN: it is labelled after the load has answered; paused until it serves with the others",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DONE,
+        _HELD,
+        Outcome.COMMITTED,
+        Evidence.OWN_LABEL,
+        None,
+        "RUN: it serves exactly the new weights",
+    ),
+    row(
+        Op.PROBE,
+        Observed.OTHER_LABEL,
+        _HELD,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: somebody labelled it, or another process came up at its address",
+    ),
+    row(
+        Op.READ,
+        Observed.DIFFERS,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.OTHER_CHECKSUM,
+        _REPUBLISH,
+        "READ: a load replaces every parameter that the files have",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DIFFERS,
+        _HELD,
+        Outcome.DIRTY,
+        Evidence.OTHER_SCORES,
+        _REPUBLISH,
+        "RUN: the next load makes its scores right",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: a file that cannot be read, or a tensor of another shape, takes the server down",
+    ),
+)
+
+
+class SGLangFiles(SGLangAdmin):
+    """The operations of one worker as flows, where it loads weights from files."""
+
+    verdicts: Mapping[Seen, Verdict] = verdicts_of(ROWS)
+
+    def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
+        """Refuse a worker that cannot be published to; it needs no backend and no rank."""
+        del backend
+        self.check_server(plan, facts, receives="files")
+
+    def begin(self) -> Flow[Answer]:
+        """Nothing has to be opened."""
+        return nothing()
+
+    def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
+        """Load the directory `weights_path`; answers when every replica has loaded it."""
+        del attachment
+        path: str = update_info["weights_path"]
+        body: dict[str, Any] = {
+            "model_path": path,
+            "load_format": None,
+            "abort_all_requests": False,
+            "weight_version": None,
+            "is_async": False,
+            "torch_empty_cache": False,
+            "keep_pause": True,
+            "recapture_cuda_graph": False,
+            "token_step": 0,
+            "flush_cache": False,
+            "manifest": None,
+        }
+        reply = yield from call(
+            HTTPCall(
+                method="POST",
+                path="/update_weights_from_disk",
+                body=json_body(body),
+                grant="admin",
+            )
+        )
+        return unreadable(answer_of(Op.UPDATE, reply), path)
+
+    def finish(self, label: str | None) -> Flow[Answer]:
+        """Nothing has to be closed; the label is a call of its own."""
+        del label
+        return nothing()
+
+    def close(self) -> Flow[Answer]:
+        """Nothing is open."""
+        return nothing()

@@ -1,0 +1,242 @@
+"""vLLM told to load weights from a directory: `/collective_rpc` with `reload_weights`.
+
+The rule of this file: one call loads everything, or fails and leaves the model in pieces; nothing
+is joined, begun or finished. The label is a call of its own, after the load was answered. RUN was
+seen on vLLM 0.32.0 (`tests/engines/test_filesystem.py`).
+
+What a failed load leaves is closed as what a failed transfer leaves: a session is started and an
+empty one finished, after which a full load is exact. Loading again without that may answer 200 and
+serve what is neither version (RUN, a tensor of another shape). So a server that has no sessions,
+for want of `--weight-transfer-config`, has to be restarted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from genapi.providers.base import WorkerFacts
+from genapi.providers.shapes.answers import nothing, unreadable
+from genapi.providers.vllm.admin import VLLMAdmin
+from genapi.providers.vllm.verdicts import answer_of
+from genapi.publication.evidence import (
+    Answer,
+    Observed,
+    Op,
+    Reached,
+    Row,
+    Seen,
+    Verdict,
+    row,
+    verdicts_of,
+)
+from genapi.publication.plan import PausePlan
+from genapi.publication.rules import RULES
+from genapi.types.worker import Evidence, Outcome, Recovery
+from genapi.wire.flow import Flow, call
+from genapi.wire.http import HTTPCall, json_body
+
+__all__ = ("ROWS", "VLLMFiles")
+
+_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
+_SENT, _HELD = Reached.SENT, Reached.HELD
+_OPEN = (_EMPTY, _SENT)
+_REPUBLISH = Recovery.REPUBLISH
+_CLOSE = Recovery.CLOSE_THEN_REPUBLISH
+_RESTART = Recovery.RESTART_THEN_PUBLISH
+
+ROWS: tuple[Row, ...] = (
+    *RULES,
+    row(
+        Op.HEAL,
+        Observed.REFUSED,
+        _BEFORE,
+        Outcome.UNKNOWN,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: without --weight-transfer-config nothing closes what a failed load left",
+    ),
+    row(
+        Op.HEAL,
+        Observed.REJECTED,
+        _BEFORE,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: finishing replays a tensor that was rejected earlier, and leaves a session open",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _BEFORE,
+        Outcome.UNTOUCHED,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: the process is gone",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.UNREADABLE,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _CLOSE,
+        "RUN: the model is in pieces; start, EMPTY finish, load serves exactly the new weights",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.REJECTED,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: a tensor of another shape is replayed, or a load that follows answers 200 and is "
+        "wrong",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.LOST,
+        _SENT,
+        Outcome.UNKNOWN,
+        Evidence.NO_ANSWER,
+        _CLOSE,
+        "RUN: it goes on loading; what is asked next comes after it",
+    ),
+    row(
+        Op.LABEL,
+        None,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RULE: it has loaded all, and the label is not this attempt's",
+    ),
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _EMPTY,
+        Outcome.UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _REPUBLISH,
+        "RUN: it was told to load nothing",
+    ),
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: it has loaded all, and was not labelled",
+    ),
+    row(
+        Op.READ,
+        Observed.OTHER_LABEL,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _CLOSE,
+        "RUN: any label but the attempt's own proves nothing",
+    ),
+    row(
+        Op.READ,
+        None,
+        _HELD,
+        Outcome.COMMITTED,
+        Evidence.OWN_LABEL,
+        _REPUBLISH,
+        "RUN: it is labelled after the load has answered; paused until it serves with the others",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DONE,
+        _HELD,
+        Outcome.COMMITTED,
+        Evidence.OWN_LABEL,
+        None,
+        "RUN: it serves exactly the new weights",
+    ),
+    row(
+        Op.PROBE,
+        Observed.OTHER_LABEL,
+        _HELD,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: somebody labelled it, or another process came up at its address",
+    ),
+    row(
+        Op.READ,
+        Observed.DIFFERS,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.OTHER_CHECKSUM,
+        _REPUBLISH,
+        "READ: a load replaces every parameter that the files have",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DIFFERS,
+        _HELD,
+        Outcome.DIRTY,
+        Evidence.OTHER_SCORES,
+        _REPUBLISH,
+        "RUN: the next load makes its scores right",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: a killed process",
+    ),
+)
+
+
+class VLLMFiles(VLLMAdmin):
+    """The operations of one worker as flows, where it loads weights from files."""
+
+    verdicts: Mapping[Seen, Verdict] = verdicts_of(ROWS)
+    finish_sets_label = False
+
+    def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
+        """Refuse a worker that cannot be published to; it needs no backend."""
+        del backend
+        self.check_server(plan, facts)
+
+    def heal(self) -> Flow[Answer]:
+        """Close what an earlier publication left, where the server has sessions to do it with."""
+        answer = yield from super().heal()
+        if answer.observed is not Observed.REFUSED:
+            return answer
+        remedy = "started with --weight-transfer-config it could be healed without a restart"
+        return replace(answer, detail=f"{answer.detail} ({remedy})")
+
+    def begin(self) -> Flow[Answer]:
+        """Nothing has to be opened."""
+        return nothing()
+
+    def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
+        """Load the directory `weights_path`; answers when every rank has loaded it."""
+        del attachment
+        path: str = update_info["weights_path"]
+        body: dict[str, Any] = {
+            "method": "reload_weights",
+            "args": [],
+            "kwargs": {"weights_path": path, "is_checkpoint_format": True},
+            "timeout": None,
+        }
+        reply = yield from call(
+            HTTPCall(method="POST", path="/collective_rpc", body=json_body(body))
+        )
+        return unreadable(answer_of(Op.UPDATE, reply), path)
+
+    def finish(self, label: str | None) -> Flow[Answer]:
+        """Nothing has to be closed; the label is a call of its own."""
+        del label
+        return nothing()
+
+    def close(self) -> Flow[Answer]:
+        """Nothing is open."""
+        return nothing()

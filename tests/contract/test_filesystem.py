@@ -1,0 +1,466 @@
+"""Publications through files: whole before anybody is paused, and there for as long as needed."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import pytest
+
+import genapi
+from genapi import Outcome, WeightPublisher
+from genapi.embedded import Cluster, Fault
+from genapi.events import Event, OldVersionsKept, PhaseStarted, SenderProgress
+from genapi.transports.memory import MemoryTransport
+from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
+from genapi.weights import Filesystem, from_tensors
+from genapi.weights._disk import PosixDisk
+from tests.contract.embedded import QUICK, greedy, request, weights
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [1, 2, 3]
+LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+CLOSE, REPUBLISH = Recovery.CLOSE_THEN_REPUBLISH, Recovery.REPUBLISH
+
+
+@dataclass
+class Rig:
+    """A fleet, what serves it, and what happened."""
+
+    protocol: str
+    fleet: genapi.Fleet
+    cluster: Cluster
+    events: list[Event] = field(default_factory=list)
+    on: Callable[[Event], None] = lambda _event: None
+
+    def observe(self, event: Event) -> None:
+        self.events.append(event)
+        self.on(event)
+
+    @property
+    def phases(self) -> list[str]:
+        return [event.phase for event in self.events if isinstance(event, PhaseStarted)]
+
+    def fail(self, worker: int, action: Any, **details: Any) -> None:
+        """Let the next load of that worker go wrong."""
+        self.cluster.workers[worker].faults.add(Fault(LOAD[self.protocol], action, **details))
+
+    async def serves(self, step: int) -> None:
+        """Every worker generates what the weights of that step make."""
+        for session in "abcdefgh":
+            reply = await self.fleet.generate(request(session=session))
+            assert reply.output.token_ids == greedy(step, PROMPT, 8)
+            assert reply.output.policy.is_pure
+            newest = reply.output.policy.newest
+            assert newest is not None
+            assert newest.step == step
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def rig(protocol: str, workers: int = 2, **query: str) -> AsyncIterator[Rig]:
+    cluster = Cluster.from_query({"protocol": protocol, "workers": str(workers), **query})
+    told: list[Rig] = []
+    fleet = genapi.connect(
+        f"embedded://?protocol={protocol}",
+        transport=MemoryTransport(cluster),
+        run="r",
+        admin_timeout_s=1.0,
+        observe=lambda event: told[0].observe(event) if told else None,
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        told.append(Rig(protocol, fleet, cluster))
+        yield told[0]
+
+
+def publisher(r: Rig, transport: Filesystem, **options: Any) -> WeightPublisher:
+    return WeightPublisher(r.fleet, transport=transport, timeouts=QUICK, **options)
+
+
+def source(step: int) -> genapi.weights.WeightSource:
+    return from_tensors(weights(step))
+
+
+def versions(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def failed(p: WeightPublisher, step: int) -> PublishReport:
+    with anyio.fail_after(10), pytest.raises(genapi.PublishError) as caught:
+        await p.publish(step, source(step))
+    report = caught.value.report
+    assert isinstance(report, PublishReport)
+    return report
+
+
+async def test_every_worker_serves_the_weights_of_the_files_under_the_published_version(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+        await p.adopt(0)
+        size = sum(array.nbytes for array in weights(1).values())
+        for step in (1, 2):
+            report = await p.publish(step, source(step))
+            assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+            assert [x.evidence for x in report.receipts] == [Evidence.OWN_LABEL] * 2
+            assert [x.bytes_sent for x in report.receipts] == [size] * 2
+            await r.serves(step)
+        assert versions(tmp_path) == ["r-2-1"]
+        written = [e for e in r.events if isinstance(e, SenderProgress) and e.what == "written"]
+        assert written[-1].bytes_done == written[-1].bytes_total == size
+
+
+async def test_a_version_is_whole_and_marked_before_anybody_is_paused(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    marked: list[bool] = []
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+
+        def look(event: Event) -> None:
+            if isinstance(event, PhaseStarted) and event.phase in ("stage", "pause"):
+                marked.append((tmp_path / "r-1-1" / "STABLE").exists())
+
+        r.on = look
+        await p.publish(1, source(1))
+    assert marked == [False, True]
+
+
+async def test_a_kept_request_goes_on_with_the_weights_of_the_files(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol, 1) as r, publisher(r, Filesystem(tmp_path)) as p:
+        await p.adopt(0)
+        async with r.fleet.stream(request(tokens=1500)) as events:
+            await anext(events)
+            await p.publish(1, source(1))
+            last = [event async for event in events][-1]
+        assert isinstance(last, genapi.Finished)
+        assert [s.lo.step for s in last.reply.output.policy.spans if s.lo] == [0, 1]
+
+
+async def test_what_cannot_be_written_pauses_nobody(protocol: str, tmp_path: pathlib.Path) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path / "gone" / "w")) as p:
+        await p.adopt(0)
+        report = await failed(p, 1)
+        assert "create or mount it" in str(report.error)
+        assert [x.outcome for x in report.receipts] == [Outcome.UNTOUCHED] * 2
+        assert [x.fence for x in report.receipts] == [None, None]
+        assert r.phases == ["preflight", "stage"]
+        (tmp_path / "gone").mkdir()
+        assert (await p.publish(2, source(2))).committed
+        await r.serves(2)
+
+
+async def test_a_path_that_the_workers_do_not_have_is_named_with_the_remedy_and_can_be_mended(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    mount = tmp_path / "mount"
+    transport = Filesystem(tmp_path / "w", worker_dir=str(mount))
+    async with rig(protocol) as r, publisher(r, transport) as p:
+        report = await failed(p, 1)
+        for receipt in report.receipts:
+            assert receipt.recovery is (CLOSE if protocol == "vllm" else REPUBLISH)
+            assert receipt.fence is not None
+            assert f"{str(mount / 'r-1-1')!r}" in (receipt.error or "")
+            assert "worker_dir=" in (receipt.error or "")
+        mount.symlink_to(tmp_path / "w")
+        assert (await p.publish(1, source(1))).committed
+        await r.serves(1)
+
+
+async def test_a_lost_answer_to_a_load_proves_nothing_and_the_next_publication_heals_it(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+        await p.adopt(0)
+        r.fail(1, "lose_reply")
+        report = await failed(p, 1)
+        ours, lost = report.receipts
+        # Each fails alone: the other holds the version, and waits for it.
+        assert (ours.outcome, ours.recovery) == (Outcome.COMMITTED, REPUBLISH)
+        assert (lost.outcome, lost.recovery) == (Outcome.UNKNOWN, CLOSE)
+        assert (await p.publish(1, source(2))).version.attempt == 2
+        for session in "abcdefgh":
+            reply = await r.fleet.generate(request(session=session))
+            assert reply.output.token_ids == greedy(2, PROMPT, 8)
+
+
+async def test_what_a_worker_may_still_be_reading_stays_until_it_is_proved(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    who = {"vllm": "/server_info", "sglang": "/model_info"}[protocol]
+    async with (
+        rig(protocol) as r,
+        publisher(r, Filesystem(tmp_path), on_partial="serve", min_workers=1) as p,
+    ):
+        await p.publish(1, source(1))
+        r.fail(0, "never_answer")
+        report = await p.publish(2, source(2))
+        assert [x.outcome for x in report.receipts] == [Outcome.UNKNOWN, Outcome.COMMITTED]
+        # Now it does not say who it is either, and is left out.
+        for nth in (1, 2):
+            r.cluster.workers[0].faults.add(Fault(who, "never_answer", nth=nth))
+        report = await p.publish(3, source(3))
+        assert "left out" in str(report.receipts[0].error)
+        assert versions(tmp_path) == ["r-2-1", "r-3-1"]
+        report = await p.publish(4, source(4))
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+        assert versions(tmp_path) == ["r-4-1"]
+
+
+async def test_nobody_reads_for_a_worker_that_died(protocol: str, tmp_path: pathlib.Path) -> None:
+    async with (
+        rig(protocol) as r,
+        publisher(r, Filesystem(tmp_path), on_partial="serve", min_workers=1) as p,
+    ):
+        r.fail(0, "die_during")
+        report = await p.publish(1, source(1))
+        assert report.receipts[0].outcome is Outcome.UNKNOWN
+        await p.publish(2, source(2))
+        assert versions(tmp_path) == ["r-2-1"]
+
+
+async def test_the_next_publisher_keeps_what_an_unfinished_publication_may_need(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r:
+        async with publisher(r, Filesystem(tmp_path)) as first:
+            await first.publish(1, source(1))
+            r.fail(0, "never_answer")
+            await failed(first, 2)
+        assert versions(tmp_path) == ["r-1-1", "r-2-1"]
+        # One that knows nothing of it finds the version in the worker's label.
+        async with genapi.connect(
+            f"embedded://?protocol={protocol}", transport=MemoryTransport(r.cluster), run="r"
+        ) as fleet:
+            await fleet.wait_ready(timeout_s=5)
+            async with WeightPublisher(
+                fleet,
+                transport=Filesystem(tmp_path),
+                timeouts=QUICK,
+                on_partial="serve",
+                min_workers=1,
+            ) as heir:
+                r.fail(0, "lose_reply")
+                await heir.publish(3, source(3))
+                assert versions(tmp_path) == ["r-3-1"]
+                assert (await heir.publish(4, source(4))).committed
+                assert versions(tmp_path) == ["r-4-1"]
+
+
+async def test_a_publication_cancelled_while_it_writes_leaves_nothing_and_pauses_nobody(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path, bucket_tensors=1)) as p:
+        with anyio.CancelScope() as scope:
+
+            def cancel(event: Event) -> None:
+                if isinstance(event, SenderProgress) and event.what == "written":
+                    scope.cancel()
+
+            r.on = cancel
+            await p.publish(1, source(1))
+        r.on = lambda _event: None
+        assert versions(tmp_path) == []
+        assert "pause" not in r.phases
+        assert (await p.publish(2, source(2))).committed
+
+
+async def test_a_publication_cancelled_before_a_load_leaves_workers_that_hold_the_old_weights(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+        await p.publish(1, source(1))
+        with anyio.CancelScope() as scope:
+
+            def cancel(event: Event) -> None:
+                if isinstance(event, PhaseStarted) and event.phase == "begin":
+                    scope.cancel()
+
+            r.on = cancel
+            await p.publish(2, source(2))
+        r.on = lambda _event: None
+        report = p.last_report
+        assert report is not None
+        assert [x.outcome for x in report.receipts] == [Outcome.UNTOUCHED] * 2
+        assert [x.recovery for x in report.receipts] == [REPUBLISH] * 2
+        assert (await p.publish(3, source(3))).committed
+        await r.serves(3)
+
+
+async def test_one_worker_that_fails_takes_no_other_with_it(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with (
+        rig(protocol, 3) as r,
+        publisher(r, Filesystem(tmp_path), on_partial="serve", min_workers=2) as p,
+    ):
+        r.fail(1, "error", body='{"message":"disk on fire"}')
+        report = await p.publish(1, source(1))
+        assert report.committed
+        outcomes = [x.outcome for x in report.receipts]
+        assert outcomes == [Outcome.COMMITTED, Outcome.DIRTY, Outcome.COMMITTED]
+        assert report.receipts[1].recovery is Recovery.RESTART_THEN_PUBLISH
+        await r.serves(1)
+
+
+class Stubborn(PosixDisk):
+    """Removes nothing from the folder of step 1."""
+
+    def remove(self, path: pathlib.Path) -> None:
+        if path.parent.name == "r-1-1":
+            raise PermissionError(13, "Permission denied", str(path))
+        super().remove(path)
+
+
+async def test_old_files_that_cannot_be_removed_are_told_and_fail_nothing(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    disk = Stubborn()
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path, disk=disk)) as p:
+        (tmp_path / "r-1-1").mkdir()
+        (tmp_path / "r-1-1" / "STABLE").touch()
+        report = await p.publish(2, source(2))
+        assert report.committed
+        (kept,) = [event for event in r.events if isinstance(event, OldVersionsKept)]
+        assert kept.version == report.version
+        assert "cannot be written" in kept.error
+        await r.serves(2)
+
+
+async def test_replicas_of_sglang_load_files_though_they_have_no_ranks(
+    tmp_path: pathlib.Path,
+) -> None:
+    async with rig("sglang", 1, dp_size="2") as r:
+        async with WeightPublisher(
+            r.fleet, transport=genapi.weights.Memory(), timeouts=QUICK
+        ) as refused:
+            report = await failed(refused, 1)
+            assert "weights.Filesystem(dir)" in str(report.receipts[0].error)
+        async with publisher(r, Filesystem(tmp_path)) as p:
+            assert (await p.publish(1, source(1))).committed
+            await r.serves(1)
+
+
+async def test_vllm_without_weight_transfer_loads_files_but_cannot_be_healed(
+    tmp_path: pathlib.Path,
+) -> None:
+    async with (
+        rig("vllm", 1, weight_transfer="false") as r,
+        publisher(r, Filesystem(tmp_path)) as p,
+    ):
+        assert (await p.publish(1, source(1))).committed
+        await r.serves(1)
+        r.fail(0, "lose_reply")
+        assert (await failed(p, 2)).receipts[0].recovery is CLOSE
+        (receipt,) = (await failed(p, 3)).receipts
+        assert receipt.recovery is Recovery.RESTART_THEN_PUBLISH
+        assert "--weight-transfer-config" in (receipt.error or "")
+
+
+async def test_a_load_that_fails_half_way_leaves_vllm_in_pieces_and_closing_it_mends_that(
+    tmp_path: pathlib.Path,
+) -> None:
+    async with rig("vllm", 1) as r, publisher(r, Filesystem(tmp_path, shard_bytes=1)) as p:
+
+        def cut(event: Event) -> None:
+            if isinstance(event, PhaseStarted) and (event.phase, event.version.step) == (
+                "begin",
+                1,
+            ):
+                shard = max((tmp_path / "r-1-1").glob("*.safetensors"))
+                shard.write_bytes(shard.read_bytes()[:-1])
+
+        r.on = cut
+        (receipt,) = (await failed(p, 1)).receipts
+        assert (receipt.outcome, receipt.recovery) == (Outcome.DIRTY, CLOSE)
+        assert "file not fully covered" in (receipt.error or "")
+        assert (await p.publish(2, source(2))).committed
+        await r.serves(2)
+
+
+async def test_a_file_that_cannot_be_read_takes_sglang_down(tmp_path: pathlib.Path) -> None:
+    async with rig("sglang", 1) as r, publisher(r, Filesystem(tmp_path)) as p:
+
+        def cut(event: Event) -> None:
+            if isinstance(event, PhaseStarted) and event.phase == "begin":
+                shard = tmp_path / "r-1-1" / "model.safetensors"
+                shard.write_bytes(shard.read_bytes()[:-1])
+
+        r.on = cut
+        (receipt,) = (await failed(p, 1)).receipts
+        assert receipt.outcome is Outcome.UNKNOWN
+        assert receipt.fence is not None
+        assert receipt.fence.strength is FenceStrength.DEAD
+
+
+async def test_what_is_no_weight_transport_is_refused() -> None:
+    async with rig("vllm", 1) as r:
+        with pytest.raises(genapi.ConfigError, match=r"str is no weight transport: .*Filesystem"):
+            WeightPublisher(r.fleet, transport="/weights")  # type: ignore[arg-type]
+
+
+async def test_dynamo_whose_workers_genapi_does_not_tell_to_load_files_is_refused(
+    tmp_path: pathlib.Path,
+) -> None:
+    async with rig("dynamo", 1) as r:
+        with pytest.raises(genapi.UnsupportedError, match=r"Dynamo.*use genapi\.weights\.Gloo"):
+            WeightPublisher(r.fleet, transport=genapi.weights.Filesystem(tmp_path))
+
+
+# behind a socket
+
+
+@pytest.fixture
+def servers(protocol: str) -> Iterator[list[str]]:
+    """Two workers in processes of their own."""
+    started: list[subprocess.Popen[str]] = []
+    urls = []
+    try:
+        for index in ("0", "1"):
+            command = [sys.executable, "-m", "genapi.embedded", "--protocol", protocol]
+            process = subprocess.Popen(
+                [*command, "--index", index], stdout=subprocess.PIPE, text=True
+            )
+            started.append(process)
+        for process in started:
+            assert process.stdout is not None
+            urls.append(str(json.loads(process.stdout.readline())["url"]))
+        yield urls
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+async def test_workers_in_other_processes_load_from_where_the_files_are_for_them(
+    protocol: str, servers: list[str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").symlink_to(tmp_path / "here")
+    transport = Filesystem(
+        tmp_path / "here", worker_dir=str(tmp_path / "there"), shard_bytes=5000, keep=2
+    )
+    target = f"{protocol}://" + ",".join(url.removeprefix("http://") for url in servers)
+    async with genapi.connect(target, run="r") as fleet:
+        await fleet.wait_ready(timeout_s=20)
+        async with WeightPublisher(fleet, transport=transport) as p:
+            for step in (1, 2, 3):
+                report = await p.publish(step, source(step))
+                assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+                for session in "abcd":
+                    reply = await fleet.generate(request(session=session))
+                    assert reply.output.token_ids == greedy(step, PROMPT, 8)
+                    assert reply.output.policy.oldest == report.version
+        assert versions(tmp_path / "here") == ["r-2-1", "r-3-1"]
