@@ -5,6 +5,7 @@ which order answers arrive. `tests/explore` tries everything there is for few wo
 more, with more that goes wrong.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -48,6 +49,10 @@ from tests.support.workers_model import (
     unsent,
 )
 
+KINDS = [*itertools.product([True], [False, True], [False, True]), (False, False, False)]
+"""Whether buckets are sent, whether the sender knows that they were taken, and whether FINISH sets
+the label. Files are not sent."""
+
 
 class World:
     """Workers, the sender, and the calls that are open."""
@@ -57,9 +62,9 @@ class World:
         draw: st.DataObject,
         *,
         names: int,
-        acknowledged: bool,
-        finish_sets_label: bool,
+        kind: tuple[bool, bool, bool],
     ) -> None:
+        sends, acknowledged, finish_sets_label = kind
         self.draw = draw
         self.ids = [WorkerId(provider="vllm", instance=str(i)) for i in range(names)]
         found = st.sampled_from([FRESH, PAUSED, LEFT, SPOILT])
@@ -70,12 +75,14 @@ class World:
         # How many good answers there are to each bad one: with few of them no run gets far.
         self.calm = draw.draw(st.sampled_from([1, 10, 100]), label="calm")
         self.open: list[Ask | Acted] = []
-        groups = draw.draw(st.integers(1, 3), label="groups")
+        groups = draw.draw(st.integers(1, 3), label="groups") if sends else names
+        standing = st.sets(st.integers(0, groups)) if sends else st.just(range(groups))
         least = st.none() | st.integers(1, names)
         self.tx = Transaction(
             label=NEW,
             workers={worker: Progress(group=i % groups) for i, worker in enumerate(self.ids)},
-            standing=frozenset(draw.draw(st.sets(st.integers(0, groups)), label="standing")),
+            standing=frozenset(draw.draw(standing, label="standing")),
+            sends=sends,
             min_workers=draw.draw(least, label="min_workers"),
             acknowledged=acknowledged,
             finish_sets_label=finish_sets_label,
@@ -146,22 +153,15 @@ class World:
     draw=st.data(),
     names=st.integers(1, 4),
     cancel_at=st.none() | st.integers(0, 60),
-    acknowledged=st.booleans(),
-    finish_sets_label=st.booleans(),
+    kind=st.sampled_from(KINDS),
 )
 def test_what_a_publication_does_and_concludes_is_true_of_every_worker(
     draw: st.DataObject,
     names: int,
     cancel_at: int | None,
-    acknowledged: bool,
-    finish_sets_label: bool,
+    kind: tuple[bool, bool, bool],
 ) -> None:
-    world = World(
-        draw,
-        names=names,
-        acknowledged=acknowledged,
-        finish_sets_label=finish_sets_label,
-    )
+    world = World(draw, names=names, kind=kind)
     world.take(*begin(world.tx))
     for number in range(500):
         if number == cancel_at and not world.tx.ended:

@@ -7,8 +7,9 @@ another process took is out of the publisher's hands: of it only what is conclud
 import functools
 from collections.abc import Mapping
 
+from genapi.providers.vllm.files import VLLMFiles
 from genapi.providers.vllm.verdicts import VERDICTS
-from genapi.publication.evidence import Observed, Op
+from genapi.publication.evidence import Observed, Op, Verdict
 from genapi.publication.table import Phase
 from genapi.publication.transaction import (
     Ask,
@@ -37,7 +38,8 @@ def check_commands(tx: Transaction, commands: tuple[Command, ...], truths: Truth
         progress, truth = tx.workers[worker], truths[worker]
         if op in ONCE:
             assert progress.asked.count(op) <= 1, f"{op} is asked twice"
-        assert progress.asked.count(Op.UPDATE) <= BUCKETS, "a bucket is sent twice"
+        most = BUCKETS if tx.sends else 1
+        assert progress.asked.count(Op.UPDATE) <= most, "a bucket is sent twice"
         if op is not Op.RESUME:
             continue
         if Op.BEGIN in progress.asked:
@@ -92,8 +94,12 @@ def check_end(tx: Transaction, truths: Truths, firsts: Truths) -> None:
         _check_conclusion(tx, progress, truths[worker], firsts[worker])
 
 
+def _concluded(tx: Transaction, progress: Progress) -> Verdict:
+    return conclude(tx, progress, VERDICTS if tx.sends else VLLMFiles.verdicts)
+
+
 def _check_conclusion(tx: Transaction, progress: Progress, truth: Truth, first: Truth) -> None:
-    verdict = conclude(tx, progress, VERDICTS)
+    verdict = _concluded(tx, progress)
     barrier = fence(tx, progress, verdict)
     known = not truth.dead and not truth.replaced
     if verdict.outcome is Outcome.COMMITTED and known:
@@ -127,5 +133,5 @@ def _check_conclusion(tx: Transaction, progress: Progress, truth: Truth, first: 
 def way_back(tx: Transaction, worker: WorkerId) -> tuple[Fence | None, Recovery | None]:
     """The fence and the recovery that the receipt of a worker names."""
     progress = tx.workers[worker]
-    verdict = conclude(tx, progress, VERDICTS)
+    verdict = _concluded(tx, progress)
     return fence(tx, progress, verdict), verdict.recovery

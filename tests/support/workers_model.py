@@ -2,7 +2,9 @@
 
 The model knows vLLM's rules (`contracts/recovery.md`): an update that breaks off drops the session
 and leaves the worker torn, an empty session mends that; a rejected tensor poisons it for good; a
-token generated in a session kills the engine. Whoever drives it decides what happens to a call.
+token generated in a session kills the engine. Where files are loaded one call does everything,
+and on a worker that is torn it answers that all is well. Whoever drives it decides what happens to
+a call.
 """
 
 import functools
@@ -34,6 +36,8 @@ class Fate(StrEnum):
     LOST_BEFORE = "lost_before_effect"
     LOST_AFTER = "lost_after_effect"
     PEER_LOST = "peer_lost"
+    UNREADABLE = "unreadable"
+    """Answered, in the middle of loading files, that it cannot read them."""
     DEAD = "dead"
     REPLACED = "replaced"
     """Another process took the worker's place, and answers."""
@@ -95,10 +99,13 @@ class Call:
     bucket: int
     finish_sets_label: bool
     progress: Progress
+    loads: bool = False
+    """Whether it is told to load files: nothing is begun or closed, and nobody asks it to."""
 
     @classmethod
     def of(cls, tx: Transaction, worker: WorkerId, op: Op) -> "Call":
-        return cls(op, tx.label, tx.updates, tx.finish_sets_label, tx.workers[worker])
+        progress, loads = tx.workers[worker], not tx.sends
+        return cls(op, tx.label, tx.updates, tx.finish_sets_label, progress, loads)
 
 
 _CHANGES_WEIGHTS = (Op.BEGIN, Op.UPDATE, Op.FINISH, Op.CLOSE)
@@ -108,13 +115,15 @@ _IDENTIFIES = (Op.INSPECT, Op.UNMARK, Op.LABEL, Op.PROBE)
 
 def fates(call: Call, truth: Truth) -> tuple[Fate, ...]:
     """Whatever can happen to the call. The first is what happens when nothing goes wrong."""
+    if call.loads and call.op in _UNASKED:
+        return (Fate.DONE, Fate.NOT_SENT)
     if truth.dead:
         return (Fate.DONE,)
     found = [Fate.DONE, Fate.REFUSED, Fate.LOST_BEFORE, Fate.LOST_AFTER, Fate.DEAD]
     if call.op in _CHANGES_WEIGHTS:
         found += [Fate.REJECTED, Fate.NOT_SENT]
     if call.op in (Op.JOIN, Op.UPDATE):
-        found.append(Fate.PEER_LOST)
+        found.append(Fate.UNREADABLE if call.loads else Fate.PEER_LOST)
     if not truth.replaced:
         found.append(Fate.REPLACED)
     return tuple(found)
@@ -122,7 +131,7 @@ def fates(call: Call, truth: Truth) -> tuple[Fate, ...]:
 
 def react(truth: Truth, call: Call, fate: Fate) -> tuple[Truth, Answer]:
     """The worker after the call, and what the publisher is told."""
-    if truth.dead:
+    if truth.dead and not (call.loads and call.op in _UNASKED):
         refused = Observed.NOT_SENT if call.op is Op.INSPECT else Observed.DEAD
         return truth, Answer(refused)
     match fate:
@@ -146,6 +155,9 @@ def _fail(truth: Truth, call: Call, fate: Fate) -> tuple[Truth, Answer]:
             return _drop(spoilt, call), Answer(Observed.REJECTED)
         case Fate.PEER_LOST:
             return broken_off(truth, call), Answer(Observed.PEER_LOST)
+        case Fate.UNREADABLE:
+            torn = replace(truth, content=(GARBAGE,) * BUCKETS, torn=True)
+            return torn, Answer(Observed.UNREADABLE)
         case Fate.DEAD:
             return DEAD, Answer(Observed.DEAD)
         case _:
@@ -176,7 +188,7 @@ def _apply(truth: Truth, call: Call) -> tuple[Truth, Answer]:
     if call.op in _READS:
         return truth, _read(truth, call)
     if call.op in _SESSION:
-        return _in_session(truth, call)
+        return (_load if call.loads and call.op is not Op.HEAL else _in_session)(truth, call)
     if call.op in _LABELS:
         label = _LABELS[call.op](call)
         paused = truth.paused or call.op is Op.SHUT
@@ -211,6 +223,20 @@ def _read(truth: Truth, call: Call) -> Answer:
     if call.op is Op.PROBE and truth.label != call.label:
         return Answer(Observed.OTHER_LABEL)
     return Answer(Observed.DONE, facts=facts)
+
+
+_UNASKED = (Op.BEGIN, Op.FINISH, Op.CLOSE)
+"""What a worker that loads files is not asked, so that nothing can happen to it."""
+
+
+def _load(truth: Truth, call: Call) -> tuple[Truth, Answer]:
+    if call.op is not Op.UPDATE:
+        return truth, Answer(Observed.DONE)
+    if truth.poisoned:
+        return replace(truth, content=(GARBAGE,) * BUCKETS), Answer(Observed.REJECTED)
+    if truth.torn or truth.in_session:
+        return replace(truth, content=(GARBAGE,) * BUCKETS), Answer(Observed.DONE)
+    return replace(truth, content=(call.label,) * BUCKETS), Answer(Observed.DONE)
 
 
 _SESSION = (Op.HEAL, Op.BEGIN, Op.UPDATE, Op.FINISH, Op.CLOSE)
