@@ -4,6 +4,7 @@ Each public call is written here as users write it, and `assert_type` says what 
 mypy runs without pydantic's plugin, as it does in most users' projects.
 """
 
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_type
 
@@ -154,6 +155,13 @@ async def publish(fleet: genapi.Fleet, state_dict: Mapping[str, npt.NDArray[np.f
             print(receipt.outcome, receipt.evidence, receipt.version_before, receipt.version_after)
             print(receipt.paused_s, receipt.bytes_sent, receipt.fence, receipt.recovery)
             print(receipt.error)
+    genapi.WeightPublisher(fleet, transport=genapi.weights.Filesystem("/shared/weights"))
+    genapi.WeightPublisher(
+        fleet,
+        transport=genapi.weights.Filesystem(
+            pathlib.Path("/shared/weights"), worker_dir="/mnt/weights", base="model", keep=2
+        ),
+    )
     genapi.WeightPublisher(
         fleet,
         transport=genapi.weights.Gloo(),
