@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -26,6 +27,9 @@ import tempfile
 import tomllib
 
 import nox
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from tests.engines.kit import drift as releases
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "none"
@@ -168,16 +172,22 @@ def fill_engine_environment(
     print(f"nox > {place} holds {size_mb(place)} MB", flush=True)
 
 
-def engine_environment(name: str) -> pathlib.Path:
+def lists_of(name: str) -> list[pathlib.Path]:
+    """What an engine's folder of tests/engines/kit says about what to install."""
+    kit = ROOT / "tests" / "engines" / "kit" / name
+    return [path for path in (kit / "requirements.txt", kit / "nodeps.txt") if path.is_file()]
+
+
+def engine_environment(name: str, lists: list[pathlib.Path] | None = None) -> pathlib.Path:
     """Make the environment that a folder of tests/engines/kit describes, or find it made.
 
     requirements.txt goes through pip's resolver; nodeps.txt holds packages whose own requirements
-    ask for builds that must not be here. genapi itself is installed anew each time, alone.
+    ask for builds that must not be here. genapi itself is installed anew each time, alone. Other
+    `lists` than the folder's make another environment.
     """
-    kit = ROOT / "tests" / "engines" / "kit" / name
-    lists = [path for path in (kit / "requirements.txt", kit / "nodeps.txt") if path.is_file()]
+    lists = lists_of(name) if lists is None else lists
     if name != "torch" and not lists:
-        raise BrokenEnvironmentError(f"{kit} says nothing about what to install")
+        raise BrokenEnvironmentError(f"{name}: nothing says what to install")
     torch = [line for line in PINS.read_bytes().splitlines() if line.startswith(b"torch==")]
     inputs = (sys.version.encode(), *torch, *(path.read_bytes() for path in lists))
     key = hashlib.sha256(b"\n".join(inputs)).hexdigest()[:16]
@@ -282,6 +292,81 @@ def chaos(session: nox.Session) -> None:
     session.env["GENAPI_FAILURES"] = str(ROOT / "docs" / "guide" / "failures.md")
     arguments = session.posargs or ["tests/chaos", "tests/contract/test_chaos.py"]
     run(session, DEV, "python", "-m", "pytest", "-m", "chaos", *arguments)
+
+
+def at_release(name: str, release: str) -> pathlib.Path:
+    """Make an engine's environment at another release than the pinned one."""
+    place = ROOT / ".nox" / "drift" / f"{name}-{release}"
+    place.mkdir(parents=True, exist_ok=True)
+    for path in lists_of(name):
+        changed = releases.at_release(name, path.read_text(encoding="utf-8"), release)
+        (place / path.name).write_text(changed, encoding="utf-8")
+    lists = [place / path.name for path in lists_of(name)]
+    made = engine_environment(name, lists)
+    asked = [unmet(engine_environment(name), name), unmet(made, name)]
+    if mended := releases.to_mend(asked[1], asked[0]):
+        pip = (str(made / "bin" / "python"), "-m", "pip", "--quiet", "install", "--no-deps")
+        call(*pip, "-c", str(PINS), *mended, remedy=f"{name} {release} asks for them")
+    return made
+
+
+def unmet(environment: pathlib.Path, name: str) -> list[str]:
+    """What an engine asks for and does not get in an environment."""
+    python = str(environment / "bin" / "python")
+    command = [python, "-c", releases.MISSING, releases.DISTRIBUTIONS[name][0]]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return list(json.loads(found.stdout))
+
+
+def other_releases(name: str) -> list[str]:
+    """The releases of an engine before and after the pinned one that pip can find."""
+    listed = subprocess.run(
+        [DEV.program("python"), "-m", "pip", "index", "versions", releases.DISTRIBUTIONS[name][0]],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return releases.others(
+        releases.pinned(name, lists_of(name)), releases.releases_in(listed.stdout)
+    )
+
+
+@nox.session(venv_backend="none")
+def drift(session: nox.Session) -> None:
+    """Run the tests of real engines against other releases of them, and print what changed.
+
+    Arguments like `vllm` or `vllm==0.31.0` choose; without any, the release before the pinned one
+    and the newest of every engine are tried. Other arguments go to pytest.
+    """
+    if message := trouble(DEV):
+        session.error(message)
+    picks, arguments = releases.chosen(session.posargs)
+    names = [name for name in releases.DISTRIBUTIONS if lists_of(name)]
+    lines: list[str] = []
+    for name in picks or names:
+        current = releases.pinned(name, lists_of(name))
+        runs: dict[str, dict[str, str] | str] = {}
+        for release in dict.fromkeys([current, *(picks.get(name) or other_releases(name))]):
+            try:
+                place = (
+                    engine_environment(name) if release == current else at_release(name, release)
+                )
+            except BrokenEnvironmentError as error:
+                runs[release] = f"it cannot be installed here ({error})"
+                continue
+            report = ROOT / ".nox" / "drift" / f"{name}-{release}.xml"
+            report.unlink(missing_ok=True)
+            session.run(
+                *(DEV.program("python"), "-m", "pytest", "-m", "engine", f"--junitxml={report}"),
+                *(arguments or ["tests/engines"]),
+                env={f"GENAPI_ENGINE_{name.upper()}": str(place)},
+                external=True,
+                success_codes=range(256),
+            )
+            told = report.read_text(encoding="utf-8") if report.is_file() else ""
+            runs[release] = releases.outcomes(told) if told else "pytest did not come to its end"
+        lines += ["", *releases.table(name, current, runs)]
+    print("\n".join(lines))
 
 
 @nox.session(venv_backend="none")
