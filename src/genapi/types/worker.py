@@ -134,7 +134,7 @@ class Receipt(Value):
         version_before: what its label named at the start; None = UNKNOWN.
         version_after: what its label named at the end; None = UNKNOWN.
         paused_s: seconds from the first pause call to the answered resume, or to the end.
-        bytes_sent: weight bytes that the worker was sent.
+        bytes_sent: weight bytes that the worker was sent, or told to load.
         verified: the levels at which it was proved to hold the version: `label`, its label was
             read back; `checksum`, its bytes equal those of another worker; `probe`, its scores
             equal those of another worker or the trainer's.
