@@ -395,8 +395,8 @@ class Drive:
     async def _update(self, worker: WorkerId) -> Answer:
         if not self.tx.sends:
             self.times.bytes_sent[worker] = self._stage.total_bytes
-            loads = self._asking.admin(worker)
-            flow = loads.update({"weights_path": self._path}, attachment=None)
+            info = {"weights_path": self._path, "label": self.tx.label}
+            flow = self._asking.admin(worker).update(info, attachment=None)
             return await self._asking.run(worker, Op.UPDATE, flow)
         sender, bucket = await self._sender_of(worker), await self._bucket.get()
         in_process = self._fleet.control.in_process

@@ -254,7 +254,8 @@ class Admin(Protocol):
         """Receive one bucket, or load a directory; answers when every rank has loaded it.
 
         Args:
-            update_info: what a sender says of the bucket, by vLLM's names; or `weights_path`.
+            update_info: what a sender says of the bucket, by vLLM's names; or `weights_path`, and
+                the `label` for engines that set it with a load (`finish_sets_label`).
             attachment: what travels beside the call.
         """
         ...
