@@ -49,6 +49,7 @@ NAMES = ("vllm", "sglang")
 LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 RESUME = {"vllm": test_rows.RESUME, "sglang": test_sglang.RESUME}
 RELABEL = {"vllm": test_rows.relabel, "sglang": test_sglang.relabel}
+FEW = 8
 SHARD = 200_000  # bytes, of some 2 million: several files
 
 
@@ -114,7 +115,9 @@ async def test_published_files_are_served_exactly_and_the_first_weights_come_bac
                         judge.check(reply, PROMPT)
                 kept = [event async for event in events][-1]
             assert isinstance(kept, genapi.Finished)
-            judge.check(kept.reply, PROMPT)
+            whole = Judge(oracle, judge.folders)  # of one long reply a few ties are to be expected
+            whole.check(kept.reply, PROMPT)
+            assert whole.ties < FEW
             assert [s.lo.step for s in kept.reply.output.policy.spans if s.lo] in (
                 [0, 1],
                 [0, 1, 2],
