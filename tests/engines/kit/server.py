@@ -11,6 +11,7 @@ and then whatever is left of its process group is killed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http
 import http.client
 import json
@@ -32,17 +33,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = (
+    "STAND_INS",
     "VLLM",
     "Engine",
+    "Face",
     "Server",
     "ServerError",
     "free_port",
     "port_was_taken",
     "serving",
+    "settle",
+    "spawn",
     "start",
+    "wait_for",
     "wait_ready",
 )
 
+STAND_INS = pathlib.Path(__file__).parent / "stand_ins"
+"""On a server's path: what engines import and has no build for a CPU."""
 START_LIMIT_S = 240.0
 STOP_LIMIT_S = 20.0
 PORT_TRIES = 3
@@ -67,6 +75,7 @@ SETTINGS = {
     "DO_NOT_TRACK": "1",
 }
 REMOVED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_PLUGINS")
+FOREIGN = ("DYN_", "ETCD_", "NATS_")
 # `vllm serve` looks for a distribution called vllm, which the CPU build is not.
 MODULE = "vllm.entrypoints.openai.api_server"
 FLAGS = (
@@ -81,24 +90,33 @@ FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
-    """How servers of one engine are started.
+class Face:
+    """What a server shows.
 
     Attributes:
         scheme: of targets.
-        module: what Python runs.
-        model_flag: what names the model's folder.
-        flags: of every server.
-        variables: of a server's environment, by its own folder and its model's.
         ready: the path that says 200 as soon as it serves.
     """
 
     scheme: str
+    ready: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(Face):
+    """How servers of one engine are started.
+
+    Attributes:
+        module: what Python runs.
+        model_flag: what names the model's folder.
+        flags: of every server.
+        variables: of a server's environment, by its own folder and its model's.
+    """
+
     module: str
     model_flag: str
     flags: tuple[str, ...]
     variables: Callable[[pathlib.Path, pathlib.Path], Mapping[str, str]]
-    ready: str
 
 
 def _vllm_variables(folder: pathlib.Path, model: pathlib.Path) -> Mapping[str, str]:
@@ -131,14 +149,14 @@ class Server:
         url: its base URL.
         log: the file that holds all its output.
         process: its API server process, the leader of its process group.
-        engine: what it runs.
+        engine: what it shows.
         gone: set when the whole group has ended; its id may then be another's.
     """
 
     url: str
     log: pathlib.Path
     process: subprocess.Popen[bytes]
-    engine: Engine = VLLM
+    engine: Face = VLLM
     gone: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
@@ -251,20 +269,31 @@ def serving(
             return server
 
         started = [launch(number, 1) for number in range(count)]
-        ready = []
-        for number, server in enumerate(started):
-            candidate = server
-            for attempt in range(2, PORT_TRIES + 2):
-                try:
-                    wait_ready(candidate)
-                    break
-                except ServerError:
-                    # The port was free when it was chosen; somebody else may have been quicker.
-                    if attempt > PORT_TRIES or not port_was_taken(candidate):
-                        raise
-                candidate = launch(number, attempt)
-            ready.append(candidate)
-        yield tuple(ready)
+        yield tuple(
+            settle(server, functools.partial(launch, number))
+            for number, server in enumerate(started)
+        )
+
+
+def settle(server: Server, again: Callable[[int], Server]) -> Server:
+    """The server as soon as it answers, or a later one where somebody took its port.
+
+    The port was free when it was chosen. `again` starts another attempt, of a given number.
+
+    Raises:
+        ServerError: one of them ended for another reason, or did not answer in time.
+    """
+    for attempt in range(2, PORT_TRIES + 1):
+        try:
+            wait_ready(server)
+        except ServerError:
+            if not port_was_taken(server):
+                raise
+        else:
+            return server
+        server = again(attempt)
+    wait_ready(server)
+    return server
 
 
 def start(
@@ -280,24 +309,47 @@ def start(
 
     Without `port` it gets one that is free.
     """
+    port = port or free_port()
+    own = (f"{engine.model_flag}={model}", f"--port={port}")
+    return spawn(
+        (str(environment / "bin" / "python"), "-m", engine.module, *own, *engine.flags, *flags),
+        f"http://127.0.0.1:{port}",
+        folder=folder,
+        variables=engine.variables(folder, model),
+        face=engine,
+    )
+
+
+def spawn(
+    command: Sequence[str],
+    url: str,
+    *,
+    folder: pathlib.Path,
+    variables: Mapping[str, str],
+    face: Face,
+) -> Server:
+    """Run a server that will answer at `url`; it leads a process group of its own.
+
+    Of this process's environment it inherits what names no foreign interpreter or deployment.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    port = port or free_port()
-    variables = {k: v for k, v in os.environ.items() if k not in REMOVED}
-    variables |= engine.variables(folder, model)
-    python = environment / "bin" / "python"
-    own = (f"{engine.model_flag}={model}", f"--port={port}")
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in REMOVED and not name.startswith(FOREIGN)
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [python, "-m", engine.module, *own, *engine.flags, *flags],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=variables,
+            env=inherited | dict(variables),
             cwd=folder,
             start_new_session=True,
         )
-    return Server(f"http://127.0.0.1:{port}", log, process, engine)
+    return Server(url, log, process, face)
 
 
 def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
@@ -306,13 +358,26 @@ def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
     Raises:
         ServerError: it ended, or did not answer within `limit_s`.
     """
+    wait_for(server.is_healthy, server, limit_s=limit_s)
+
+
+def wait_for(
+    condition: Callable[[], bool], *servers: Server, limit_s: float = START_LIMIT_S
+) -> None:
+    """Return when something holds that takes these servers to run.
+
+    Raises:
+        ServerError: one of them ended, or it did not hold within `limit_s`.
+    """
     deadline = time.monotonic() + limit_s
-    while not server.is_healthy():
-        status = server.process.poll()
-        if status is not None:
-            raise ServerError(f"the server ended with {status}:\n{server.log_tail()}")
+    while not condition():
+        for server in servers:
+            status = server.process.poll()
+            if status is not None:
+                raise ServerError(f"the server ended with {status}:\n{server.log_tail()}")
         if time.monotonic() > deadline:
-            raise ServerError(f"no answer within {limit_s:g} s:\n{server.log_tail()}")
+            tails = "\n\n".join(server.log_tail() for server in servers)
+            raise ServerError(f"no answer within {limit_s:g} s:\n{tails}")
         _pause()
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pathlib
 
-from tests.engines.kit.server import Engine
+from tests.engines.kit.server import STAND_INS, Engine
 
 __all__ = ("SGLANG",)
-
-STAND_INS = pathlib.Path(__file__).parent / "stand_ins"
 
 # Each with the reason why a server on a small machine without a GPU needs it.
 SETTINGS = {
     "PYTHONPATH": str(STAND_INS),
+    "STAND_INS": "sgl_kernel,torchvision,triton",
     "SGLANG_USE_CPU_ENGINE": "1",  # else it does not believe --device=cpu
     "OMP_NUM_THREADS": "1",  # several servers share the cores
     "GLOO_SOCKET_IFNAME": "lo",  # gloo would listen at whatever the host's name is resolved to

@@ -1,16 +1,17 @@
-"""Stands in for what SGLang 0.5.23 imports at its start and has no build for a CPU.
+"""Stands in for what engines import at their start and has no build for a CPU.
 
-Python imports a module of this name by itself; the kit puts its folder on the path of the server
-alone. `sgl_kernel`, `triton` and `torchvision` are imported whatever model is served, and nothing
-in them is called for a plain Llama with the `torch_native` attention. The rule of this file: what
-is installed is left alone; a stand-in can be imported, looked into, inherited from and, for
-triton's decorators, called; any other call raises.
+Python imports a module of this name by itself; the kit puts its folder on the path of the servers
+alone, and `STAND_INS` names the packages. SGLang 0.5.23 imports `sgl_kernel`, `triton` and
+`torchvision` whatever model is served, Dynamo 1.6.1's vLLM worker `torchvision`; nothing in them is
+called for a plain Llama. The rule of this file: what is installed is left alone; a stand-in can be
+imported, looked into, inherited from and, for triton's decorators, called; any other call raises.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ("PACKAGES",)
 
-PACKAGES = ("sgl_kernel", "torchvision", "triton")
+PACKAGES = tuple(os.environ["STAND_INS"].split(","))
 
 
 def _is_special(name: str) -> bool:
