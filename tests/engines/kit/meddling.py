@@ -23,7 +23,11 @@ from genapi.wire.http import HTTPCall, HTTPReply, json_body
 __all__ = ("Breaking", "Meddled", "Meddling")
 
 SECOND = 2
-UPDATES = ("/update_weights", "/update_weights_from_distributed")
+UPDATES = (
+    "/update_weights",
+    "/update_weights_from_distributed",
+    "/engine/update_weights_from_distributed:update_weights",
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Meddled:
     """What goes wrong with the `nth` call to a path.
 
     Attributes:
-        path: of the call.
+        path: of the call; behind it, with a colon, the method of the engine that its body names.
         how: `lose`: the server acts, its reply is lost. `swallow`: it never arrives, and nobody
             knows. `hang`: it never arrives, and is never answered. `refuse`: something in between
             answers 503 in its place. `twice`: it arrives twice, and the second reply comes back.
@@ -70,14 +74,15 @@ class Meddling:
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] | None = None
     ) -> HTTPReply:
-        self.calls.append(call.path)
-        self._at.append((base_url, call.path))
-        nth = self.calls.count(call.path)
-        of_url = {None: nth, base_url: self._at.count((base_url, call.path))}
-        self.told(call.path, nth)
-        if call.path in UPDATES and nth == SECOND:
+        path = _path(call)
+        self.calls.append(path)
+        self._at.append((base_url, path))
+        nth = self.calls.count(path)
+        of_url = {None: nth, base_url: self._at.count((base_url, path))}
+        self.told(path, nth)
+        if path in UPDATES and nth == SECOND:
             self.second_bucket.set()
-        how = {m for m in self.meddled if m.path == call.path and m.nth == of_url.get(m.url)}
+        how = {m for m in self.meddled if m.path == path and m.nth == of_url.get(m.url)}
         self.done += len(how)
         for meddled in how:
             if meddled.how == "change":
@@ -105,6 +110,12 @@ class Meddling:
 
     async def aclose(self) -> None:
         await self.inner.aclose()
+
+
+def _path(call: HTTPCall) -> str:
+    if b'"engine_rpc"' not in (call.body or b""):
+        return call.path
+    return f"{call.path}:{HTTPReply(200, call.body or b'').json_object()['engine_rpc']}"
 
 
 def _lost(url: str) -> genapi.TransportError:
