@@ -141,7 +141,7 @@ pytest_add_cli_args_test_selection = [
 ]
 """  # what is mutated, and the quick tests that have to notice
 # The first has torch alone: what engine_side may count on. The last has none: it is a gateway.
-ENGINES = ("torch", "vllm", "sglang", "smg")
+ENGINES = ("torch", "vllm", "sglang", "dynamo", "smg")
 
 
 def size_mb(place: pathlib.Path) -> int:

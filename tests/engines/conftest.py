@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import pytest
 
 import genapi
+from tests.engines.kit.dynamo.deployment import Deployment, Kind
 from tests.engines.kit.server import VLLM, Engine, Server, serving
 from tests.engines.kit.sglang.engine import SGLANG
 
@@ -66,6 +67,16 @@ class Serve(Protocol):
     ) -> contextlib.AbstractContextManager[tuple[Server, ...]]: ...
 
 
+class Deploy(Protocol):
+    def __call__(
+        self,
+        kind: Kind,
+        workers: Sequence[Sequence[str]] = ((),),
+        *,
+        frontend: Sequence[str] = (),
+    ) -> contextlib.AbstractContextManager[Deployment]: ...
+
+
 def environment(name: str) -> pathlib.Path:
     place = os.environ.get(f"GENAPI_ENGINE_{name.upper()}")
     if place is None:
@@ -92,9 +103,17 @@ def smg_environment() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def dynamo_environment() -> pathlib.Path:
+    """An environment with Dynamo, vLLM and genapi."""
+    return environment("dynamo")
+
+
+@pytest.fixture(scope="session")
 def reference_environment() -> pathlib.Path:
     """An environment with `transformers`, as that of each engine is."""
-    return environment("vllm" if "GENAPI_ENGINE_VLLM" in os.environ else "sglang")
+    names = ("vllm", "sglang", "dynamo")
+    named = (name for name in names if f"GENAPI_ENGINE_{name.upper()}" in os.environ)
+    return environment(next(named, "vllm"))
 
 
 @pytest.fixture(scope="session")
@@ -215,6 +234,26 @@ def serve_sglang(
 ) -> Serve:
     """The same for SGLang."""
     return serve_by(SGLANG, sglang_environment, models, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def deploy(
+    dynamo_environment: pathlib.Path, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Deploy:
+    """`with deploy(kind, [flags, flags]) as deployment:` for a frontend and workers of seed 0."""
+
+    @contextlib.contextmanager
+    def start(
+        kind: Kind, workers: Sequence[Sequence[str]] = ((),), *, frontend: Sequence[str] = ()
+    ) -> Iterator[Deployment]:
+        folder = tmp_path_factory.mktemp("dynamo")
+        with Deployment(dynamo_environment, models.seed0, folder, flags=frontend) as deployment:
+            for flags in workers:
+                deployment.start(kind, *flags)
+            deployment.wait()
+            yield deployment
+
+    return start
 
 
 @pytest.fixture(scope="session")
