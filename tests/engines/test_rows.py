@@ -247,9 +247,17 @@ class Publication:
 
 @contextlib.asynccontextmanager
 async def publishing(
-    way: Way, server: Server, run: str, *, files: genapi.weights.Filesystem | None = None
+    way: Way,
+    server: Server,
+    run: str,
+    *,
+    place: str | None = None,
+    files: genapi.weights.Filesystem | None = None,
 ) -> AsyncIterator[tuple[Publication, genapi.WeightPublisher, genapi.Fleet]]:
-    """A publication to come, over gloo or through files, and its publisher."""
+    """A publication to come, over gloo or through files, and its publisher.
+
+    `place` is a target other than the server.
+    """
     admin = provider(server.engine.scheme).administer(None, files=files is not None)
     publication = Publication(way, server, admin)
     gloo = genapi.weights.Gloo(timeout_s=20, bucket_tensors=BUCKET_TENSORS)
@@ -260,7 +268,7 @@ async def publishing(
     async with (
         contextlib.aclosing(publication.transport),
         genapi.connect(
-            target(server),
+            place or target(server),
             run="".join(c if c.isalnum() else "-" for c in run),
             transport=publication.transport,
             observe=publication.observe,
@@ -274,14 +282,19 @@ async def publishing(
 
 
 async def leads_back(
-    p: genapi.WeightPublisher, fleet: genapi.Fleet, models: Models, oracle: Oracle
+    p: genapi.WeightPublisher,
+    fleet: genapi.Fleet,
+    models: Models,
+    oracle: Oracle,
+    *,
+    source: str = "engine",
 ) -> None:
     """Two more publications, and the server serves exactly what each brought."""
     judge = Judge(oracle, {2: models.seed1, 3: models.seed0})
     for step, folder in ((2, models.seed1), (3, models.seed0)):
         report = await p.publish(step, weights(folder))
         assert report.committed
-        judge.check(await fleet.generate(request()), PROMPT)
+        judge.check(await fleet.generate(request()), PROMPT, source=source)
     judge.close()
 
 

@@ -2,8 +2,7 @@
 
 The rule of this file: a row is a claim about one engine version. RUN was seen on Dynamo 1.6.1 with
 its Python worker of vLLM 0.31.0 over gloo; READ is in the source only, as is all of the sidecar and
-of SGLang under Dynamo; RULE follows from how publications work whatever the engine does. Where
-vLLM's own servers heal and Dynamo's worker was seen to do so only sometimes, it is restarted.
+of SGLang under Dynamo; RULE follows from how publications work whatever the engine does.
 """
 
 import re
@@ -104,16 +103,6 @@ _RESTART = Recovery.RESTART_THEN_PUBLISH
 ROWS: tuple[Row, ...] = (
     *RULES,
     row(
-        Op.JOIN,
-        Observed.LOST,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _REPUBLISH,
-        "RUN: a worker that waits for its trainer past DYN_RL_INIT_WEIGHTS_TIMEOUT_S exits without "
-        "an answer; the next publication reads it again",
-    ),
-    row(
         Op.HEAL,
         Observed.REJECTED,
         _BEFORE,
@@ -138,7 +127,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.REJECTED,
         _CLOSE,
-        "READ vLLM 0.31: an empty finish closes it; a full publication heals",
+        "RUN: an empty finish, then a full publication, heals",
     ),
     row(
         Op.BEGIN,
@@ -156,7 +145,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.NO_ANSWER,
         _CLOSE,
-        "RUN: a trainer that dies before any tensor is healed by joining anew and a full session",
+        "RUN: an empty finish closes what was begun, if it was",
     ),
     row(
         Op.UPDATE,
@@ -164,8 +153,8 @@ ROWS: tuple[Row, ...] = (
         _SENT,
         _DIRTY,
         Evidence.REJECTED,
-        _RESTART,
-        "READ vLLM 0.31: the session is dropped, and earlier buckets may be half-loaded",
+        _CLOSE,
+        "RUN: the session is dropped; earlier buckets are as after a lost peer",
     ),
     row(
         Op.UPDATE,
@@ -174,7 +163,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.REJECTED,
         _RESTART,
-        "RUN: resuming it would kill the engine",
+        "RUN: a full session fails on weight_loader, and a token kills the engine",
     ),
     row(
         Op.UPDATE,
@@ -182,9 +171,9 @@ ROWS: tuple[Row, ...] = (
         _SENT,
         _DIRTY,
         Evidence.PEER_LOST,
-        _RESTART,
-        "RUN: its liveness says ok, a resume would kill the engine, the next update fails on "
-        "weight_loader; a later reload was right 3 of 3 times, which nobody promises",
+        _CLOSE,
+        "RUN over gloo: start, EMPTY finish, start, full update, finish serves exactly the new "
+        "weights; after the empty finish alone it serves neither version's",
     ),
     row(
         Op.UPDATE,
@@ -192,8 +181,8 @@ ROWS: tuple[Row, ...] = (
         _SENT,
         _UNKNOWN,
         Evidence.REJECTED,
-        _RESTART,
-        "READ vLLM 0.31: somebody else closed the session, or an earlier update dropped it",
+        _CLOSE,
+        "RUN: somebody else closed the session",
     ),
     row(
         Op.UPDATE,
@@ -201,8 +190,9 @@ ROWS: tuple[Row, ...] = (
         _SENT,
         _UNKNOWN,
         Evidence.NO_ANSWER,
-        _RESTART,
-        "RUN: as when the trainer dies in the middle of an update",
+        _CLOSE,
+        "RUN over gloo, as a lost peer; an NCCL receiver stays in its broadcast, and healing it "
+        "then ends in a restart",
     ),
     row(
         Op.FINISH,
@@ -229,7 +219,8 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.REJECTED,
         _RESTART,
-        "READ vLLM 0.31: somebody closed the session, or an update had failed unheard",
+        "RUN: somebody closed the session, which an empty one and a full one heal; or an update "
+        "had failed unheard, which they may not",
     ),
     row(
         Op.LABEL,
@@ -244,10 +235,10 @@ ROWS: tuple[Row, ...] = (
         Op.CLOSE,
         Observed.DONE,
         _EMPTY,
-        _UNKNOWN,
+        _UNTOUCHED,
         Evidence.SESSION_CLOSED_EMPTY,
         _REPUBLISH,
-        "READ vLLM 0.31: an empty session changes nothing; a full publication heals (RUN)",
+        "RUN: an empty session changes nothing",
     ),
     row(
         Op.CLOSE,
@@ -256,7 +247,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.OTHER_LABEL,
         _REPUBLISH,
-        "READ vLLM 0.31: what had come is loaded when the session closes",
+        "RUN: what had come is loaded when the session closes; a straight republication heals",
     ),
     row(
         Op.CLOSE,
@@ -274,8 +265,8 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.OTHER_LABEL,
         _CLOSE,
-        "RUN: a label that nobody declared since the process started, or an older one, proves "
-        "nothing after BEGIN",
+        "RUN: FINISH may not have arrived, or not have ended; any label but the attempt's own, and "
+        "none, proves nothing",
     ),
     row(
         Op.READ,
@@ -303,7 +294,7 @@ ROWS: tuple[Row, ...] = (
         _UNKNOWN,
         Evidence.OTHER_LABEL,
         _REPUBLISH,
-        "RULE: somebody labelled it, or another process came up at its address",
+        "RUN: somebody labelled it, or another process came up at its address",
     ),
     row(
         Op.PROBE,
@@ -312,7 +303,7 @@ ROWS: tuple[Row, ...] = (
         _DIRTY,
         Evidence.OTHER_SCORES,
         _REPUBLISH,
-        "RULE: its session is closed, and a full session loads every tensor anew",
+        "RUN: its session is closed, and a full session makes its scores right",
     ),
     row(
         None,
