@@ -488,11 +488,11 @@ from safetensors.torch import load_file
 import genapi
 from tests.engines.kit.meddling import UPDATES, Meddling
 
-async def main(target, folder):
+async def main(target, folder, ballast):
     tensors = load_file(folder)
-    # SGLang takes it and ignores it: a bucket that is under way for a while.
     first = list(tensors.items())[:9]
-    content = dict(first) | {"ballast": torch.zeros(64 << 20)} | tensors
+    extra = {"ballast": torch.zeros(int(ballast))} if int(ballast) else {}
+    content = dict(first) | extra | tensors
     told = lambda path, nth: path in UPDATES and nth == 2 and print("under way", flush=True)
     async with genapi.connect(target, run="dying", transport=Meddling(told=told)) as fleet:
         await fleet.wait_ready(timeout_s=60)
@@ -505,10 +505,14 @@ anyio.run(main, *sys.argv[1:])
 """
 
 
-def die_in_mid_transfer(address: str, folder: pathlib.Path) -> None:
-    """Publish from a process of its own, and kill it while its second bucket is under way."""
+def die_in_mid_transfer(address: str, folder: pathlib.Path, *, ballast: int = 64 << 20) -> None:
+    """Publish from a process of its own, and kill it while its second bucket is under way.
+
+    With ballast, which SGLang takes and ignores, that bucket is under way for a while.
+    """
+    file = folder / "model.safetensors"
     with subprocess.Popen(
-        [sys.executable, "-c", DYING, address, str(folder / "model.safetensors")],
+        [sys.executable, "-c", DYING, address, str(file), str(ballast)],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
