@@ -280,7 +280,8 @@ class Client:
             ready = None
             async with self._again(run, sending):
                 ready = await self._written(run, sending, capable, stream=stream)
-            if ready is not None:
+            # While a prompt was made ids the fleet may have closed, or the worker been fenced.
+            if self._routing.may_go(sending) and ready is not None:
                 break
         async with self._again(run, sending):
             with self._leased(run):
@@ -333,7 +334,7 @@ class Client:
             rendered,
             wire_id=sending.wire_id,
             model=sending.model,
-            salt=self._membership.salt,
+            salt=None if sending.salted is None else sending.salted.label,
             stream=stream,
             pin=sending.pin,
         )

@@ -81,6 +81,12 @@ class Routing:
     def _prefills(self) -> list[Member]:
         return [m for m in self._membership.members.values() if m.is_prefill]
 
+    def may_go(self, sending: Sending) -> bool:
+        """Whether what was picked may still get the sending."""
+        member = sending.member
+        picked = member is None or self._membership.may_serve(member)
+        return picked and not self._membership.closed
+
     async def pick(self, run: Run) -> tuple[Member | None, str]:
         """Who gets the next sending, and its base URL; nobody while this process verifies.
 

@@ -16,9 +16,12 @@ from genapi import (
     TransportError,
     UnsupportedError,
 )
+from genapi.embedded import Cluster
 from genapi.embedded.texts import THOUGHT, TOOL
 from genapi.providers import sglang, vllm
+from genapi.transports.memory import MemoryTransport
 from genapi.types.response import Finished, TokenChunk
+from genapi.wire.http import HTTPCall, HTTPReply
 from tests.contract.embedded import Rig, rig
 
 CHAT = [{"role": "user", "content": "7 8 9"}]
@@ -284,6 +287,43 @@ async def test_a_prompt_is_rendered_again_where_it_is_sent_again() -> None:
         reply = await running.fleet.generate(asked({"prompt": "7 8"}))
     assert reply.prompt_token_ids == [7, 8]
     assert len(reply.attempts) > 1
+
+
+class _Holding(MemoryTransport):
+    """Holds prompts back that are made ids, until it is let go."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.asked, self.go_on = anyio.Event(), anyio.Event()
+
+    async def send(self, base_url: str, call: HTTPCall, **more: Any) -> HTTPReply:
+        if call.path == "/tokenize":
+            self.asked.set()
+            await self.go_on.wait()
+        return await super().send(base_url, call, **more)
+
+
+async def test_a_prompt_that_was_rendered_waits_while_a_publication_is_verified() -> None:
+    cluster = Cluster.from_query({"protocol": "vllm"})
+    transport = _Holding(cluster)
+    replies: list[GenerateResponse] = []
+    async with genapi.connect("embedded://?protocol=vllm", transport=transport) as fleet:
+
+        async def run() -> None:
+            replies.append(await fleet.generate(asked({"prompt": "7 8"})))
+
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as group:
+                group.start_soon(run)
+                await transport.asked.wait()
+                fleet.membership.close()
+                transport.go_on.set()
+                for _ in range(100):
+                    await anyio.lowlevel.checkpoint()
+                assert not cluster.workers[0].engine.requests
+                assert not replies
+                fleet.membership.open()
+    assert replies[0].prompt_token_ids == [7, 8]
 
 
 async def test_a_broken_stream_of_nobody_aborted_is_incomplete() -> None:
