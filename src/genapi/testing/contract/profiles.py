@@ -38,7 +38,6 @@ PROFILES: tuple[Profile, ...] = (
             "label": "/update_weight_version",
         },
         excluded={
-            "generate:outputs": "several outputs would go under ids that nobody told genapi",
             "generate:seed": "a server takes seeds with --enable-deterministic-inference alone, "
             "which no CPU has",
             "generate:remark": "its scores are of the distribution at the request's temperature",
