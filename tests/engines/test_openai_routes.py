@@ -37,8 +37,16 @@ FORMS: list[dict[str, Any]] = [
     {"prompt": "bada gomi"},
     {"messages": CHAT},
 ]
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "enum": ["here", "there"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+"""Few enough that a random model, which has to keep to them, ends its call."""
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": PARAMETERS, "strict": True}}
+]
 PARSED = {
     "vllm": ("--enable-auto-tool-choice", "--tool-call-parser=hermes"),
     "sglang": ("--tool-call-parser=qwen25",),
@@ -87,9 +95,15 @@ async def streamed(fleet: genapi.Fleet, request: GenerateRequest) -> GenerateRes
 
 
 def said(reply: GenerateResponse) -> list[tuple[Any, ...]]:
-    """What does not differ between two greedy replies to one request, numbers aside."""
+    """What does not differ between two greedy replies to one request, numbers aside.
+
+    vLLM writes a call's arguments anew in a reply in one piece, and streams them as they came.
+    """
     return [
-        (o.token_ids, o.text, o.reasoning, o.finish_reason, [c["function"] for c in o.tool_calls])
+        (
+            *(o.token_ids, o.text, o.reasoning, o.finish_reason),
+            [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in o.tool_calls],
+        )
         for o in reply.outputs
     ]
 
@@ -161,12 +175,13 @@ async def test_a_tool_call_that_is_required_is_made_and_read(server: Server) -> 
         for route in routes:
             options = OPTIONS[name](route=route, chat={"tool_choice": "required"})
             request = asked(
-                {"messages": CHAT}, tools=TOOLS, options=options, max_tokens=80, ignore_eos=False
+                {"messages": CHAT}, tools=TOOLS, options=options, max_tokens=160, ignore_eos=False
             )
             reply = await fleet.generate(request)
             (call,) = reply.output.tool_calls[:1]
             assert call["type"] == "function"
             assert call["function"]["name"] == "look"
+            assert json.loads(call["function"]["arguments"])["a"] in ("here", "there")
             assert len(reply.output.token_ids) > 0
             if name == "vllm":
                 assert said(await streamed(fleet, request)) == said(reply)
