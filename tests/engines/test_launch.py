@@ -1,4 +1,4 @@
-"""Real vLLM and SGLang servers launched: they serve, are published to and restarted, and end."""
+"""Real servers launched: they serve, are published to and restarted, and end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Started:
         self.all += [pid for leader in self.leaders.values() for pid in sessions(leader)]
 
 
-@BOTH
+@pytest.mark.parametrize("scheme", ["vllm", "sglang", "dynamo"])
 async def test_launched_servers_are_published_to_and_a_killed_one_is_restarted_for_it(
     scheme: str, models: Models, reference: Reference, tmp_path: pathlib.Path
 ) -> None:

@@ -1,6 +1,6 @@
 """How `genapi.launch` starts real servers without a GPU, and a program that does.
 
-    python -m tests.engines.kit.launches vllm|sglang CONFIG_JSON FOLDER
+    python -m tests.engines.kit.launches vllm|sglang|dynamo CONFIG_JSON FOLDER
 
 launches one, says which processes there are, and waits to be ended from outside.
 """
@@ -15,25 +15,31 @@ from typing import Any
 
 import genapi
 from genapi.events import ComponentStarted, Event
-from genapi.providers import sglang, vllm
+from genapi.providers import dynamo, sglang, vllm
 from tests.engines.kit import server as vllm_kit
+from tests.engines.kit.dynamo.deployment import VLLM_WORKER
 from tests.engines.kit.sglang import engine as sglang_kit
 from tests.support.launched import sessions
 
 __all__ = ("KINDS", "Launch", "launch_of")
 
-Launch = vllm.Launch | sglang.Launch
-KINDS: dict[str, type[vllm.Launch | sglang.Launch]] = {
+Launch = vllm.Launch | sglang.Launch | dynamo.Launch
+KINDS: dict[str, type[Launch]] = {
     "vllm": vllm.Launch,
     "sglang": sglang.Launch,
+    "dynamo": dynamo.Launch,
 }
-SETTINGS = {"vllm": vllm_kit.SETTINGS, "sglang": sglang_kit.SETTINGS}
+SETTINGS = {
+    "vllm": vllm_kit.SETTINGS,
+    "sglang": sglang_kit.SETTINGS,
+    "dynamo": VLLM_WORKER.variables,
+}
 FIELDS = (
     "--context-length=", "--dtype=", "--enable-scale-out", "--enforce-eager", "--host=",
     "--max-model-len=", "--served-model-name=", "--weight-transfer-config=",
 )  # fmt: skip
 """The kit's flags that are fields of a launch."""
-FLAGS = {"vllm": vllm_kit.FLAGS, "sglang": sglang_kit.FLAGS}
+FLAGS = {"vllm": vllm_kit.FLAGS, "sglang": sglang_kit.FLAGS, "dynamo": ()}
 
 
 def launch_of(scheme: str, environment: pathlib.Path, model: pathlib.Path, **more: Any) -> Launch:
@@ -47,9 +53,9 @@ def launch_of(scheme: str, environment: pathlib.Path, model: pathlib.Path, **mor
         "flags": tuple(flag for flag in FLAGS[scheme] if not flag.startswith(FIELDS)),
         "environment": SETTINGS[scheme],
     }
-    if scheme == "vllm":
+    if scheme != "sglang":
         fields["enforce_eager"] = True
-        cache = {"VLLM_CACHE_ROOT": str(model.parent / "vllm")}
+        cache = {"VLLM_CACHE_ROOT": str(model.parent / scheme)}
         fields["environment"] = fields["environment"] | cache
     return KINDS[scheme].model_validate(fields | more)
 

@@ -242,7 +242,7 @@ class Deployment:
             "HOME": str(self.folder),  # where the frontend keeps copies of tokenizers
             "VLLM_CONFIG_ROOT": str(self.folder / "vllm"),
             # What the first worker finds out about the model's class takes each other one 10 s.
-            "VLLM_CACHE_ROOT": str(self.model.parent / "dynamo-vllm"),
+            "VLLM_CACHE_ROOT": str(self.model.parent / "dynamo"),
         }
         server = spawn(
             (self._python, *arguments),
