@@ -187,10 +187,11 @@ class Frontend:
                 if len(rendered.legs) != legs:
                     sent, legs = 0, len(rendered.legs)
                 track = rendered.legs[-1].request.tracks[0]
-                last = track.finish_reason is not None
-                if len(track.output) > sent or last:
-                    yield event(rendered.chunk(sent, last=last))
-                    sent = len(track.output)
+                last, made = track.finish_reason is not None, len(track.output)
+                if made > sent or last:
+                    frame = event(rendered.chunk(sent, last=last))
+                    sent = made  # more may be made before it is read
+                    yield frame
         except _GONE:
             yield event({"error": unavailable()})
         else:
@@ -207,9 +208,10 @@ class Frontend:
         while True:
             try:
                 await self._begin(rendered, wanted)
-                request = rendered.legs[-1].request
-                while not request.done:
+                request, over = rendered.legs[-1].request, False
+                while not over:
                     await request.changed()
+                    over = request.done  # read before the turn: a slow reader sees the end too
                     yield
             except _GONE:
                 leg = rendered.legs[-1] if rendered.legs else None
