@@ -216,6 +216,20 @@ def test_what_a_frontend_lacks_is_said(answers: Answers, model: str | None, miss
     assert missing in str(found.missing)
 
 
+@pytest.mark.case("WIRE-07")
+def test_an_empty_list_has_no_workers_and_what_is_no_list_is_an_error_that_keeps_it() -> None:
+    assert read(whole(counts={"aggregated": 0}))[0].workers == ()
+    for body in (
+        {"protocol_version": 1, "namespace": "dynamo", "workers": None},
+        {"detail": "Not Found"},
+        b"<html>gateway</html>",
+    ):
+        reply = answer(body)
+        with pytest.raises(ReplyError, match="breaks its contract") as caught:
+            read({**whole(worker(7)), "/v1/rl/workers": reply})
+        assert caught.value.body == reply.body
+
+
 @pytest.mark.case("DISC-03")
 @pytest.mark.parametrize(
     ("workers", "match"),
