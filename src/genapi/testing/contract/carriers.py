@@ -109,10 +109,15 @@ class _InMemory:
     """Servers of a cluster, under addresses that nobody listens on."""
 
     def __init__(self, cluster: Cluster, profile: Profile) -> None:
-        self.addresses = tuple(f"127.0.0.1:{1 + index}" for index in range(len(cluster.workers)))
-        self.transport: Transport = _Addressed(cluster, self.addresses)
+        before = len(cluster.names) - len(cluster.workers)
+        named = {f"http://127.0.0.1:{1 + k}": name for k, name in enumerate(cluster.names)}
+        self.front = "127.0.0.1:1" if before else None
+        # Who is listed has the address that the list gives.
+        self.addresses = cluster.names[before:] if before else tuple(u[7:] for u in named)
+        places = named | {name: name for name in cluster.names}
+        self.transport: Transport = _Addressed(cluster, places)
         self._cluster = cluster
-        self._update = profile.paths["update"]
+        self._update = profile.paths["update"].split()[0]
 
     def kill(self, index: int) -> None:
         self._cluster.workers[index].kill()
@@ -135,16 +140,13 @@ class _InMemory:
 
 
 class _Addressed:
-    """Calls to a server's address go to the cluster's worker of that place."""
+    """Calls to an address go to the cluster's server of that name."""
 
     in_process = True
 
-    def __init__(self, cluster: Cluster, addresses: tuple[str, ...]) -> None:
+    def __init__(self, cluster: Cluster, places: Mapping[str, str]) -> None:
         self._inner = MemoryTransport(cluster)
-        self._places = {
-            f"http://{address}": name
-            for address, name in zip(addresses, cluster.names, strict=True)
-        }
+        self._places = places
 
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = _NO_HEADERS

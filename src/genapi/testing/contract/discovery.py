@@ -17,14 +17,13 @@ async def _workers(rig: Rig) -> None:
     async with rig.stand(2) as s:
         workers = (await s.fleet.snapshot()).workers
         assert len({str(worker.id) for worker in workers}) == 2
-        for worker, address in zip(workers, s.servers.addresses, strict=True):
+        for index, worker in enumerate(workers):
             assert worker.id.provider == rig.profile.provider
-            assert worker.url == f"http://{address}"
+            assert worker.url == s.url(index)
             assert worker.role == "unified"
             assert worker.ranks == 1
             assert worker.healthy
             assert not worker.paused
-            assert worker.label
 
 
 @shows("ready:expected")

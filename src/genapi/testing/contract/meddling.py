@@ -28,12 +28,14 @@ Action = Literal[
     "die_before",
     "die_after",
     "break_off",
+    "lose_peer",
 ]
 """`refuse`: connection refused. `error`: another answer, and the call never arrives. `lose_reply`:
 the server acts, nobody hears of it. `garble`: it acts, and the answer is no JSON. `never_answer`:
 it never arrives, and nobody says so. `answer_late`: the answer comes `late_s` after its time.
 `die_before`, `die_after`: the process is killed before it acts, or before its answer is out.
-`break_off`: a streamed answer ends in the middle."""
+`break_off`: a streamed answer ends in the middle. `lose_peer`: the sender of an update goes away
+while the server receives."""
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _JSON: Final[Mapping[str, str]] = MappingProxyType({"content-type": "application/json"})
@@ -47,8 +49,10 @@ class Trouble:
     """One call that goes wrong.
 
     Attributes:
-        worker: whose.
-        path: which route; None = all of them.
+        address: where it goes.
+        worker: who dies of it.
+        route: a path, and words of the body after it where one path serves several purposes; None
+            = whatever is called.
         action: how.
         nth: which call to it from now on; 0 = every one.
         status: of an answer in its place.
@@ -57,8 +61,9 @@ class Trouble:
         pieces: of a stream that breaks off.
     """
 
+    address: str
     worker: int
-    path: str | None
+    route: str | None
     action: Action
     nth: int = 1
     status: int = 500
@@ -68,18 +73,23 @@ class Trouble:
 
 
 class Meddling:
-    """See the module. `kill` ends the process of one worker.
+    """See the module.
+
+    Args:
+        inner: what carries calls.
+        kill: ends the process of a worker.
+        lose_peer: lets the next update of a worker lose its sender.
 
     Attributes:
-        calls: address and path of every call, in order.
+        calls: what was called, in order.
     """
 
     def __init__(
-        self, inner: Transport, addresses: tuple[str, ...], kill: Callable[[int], None]
+        self, inner: Transport, kill: Callable[[int], None], lose_peer: Callable[[int], None]
     ) -> None:
-        self.calls: list[tuple[str, str]] = []
+        self._lose_peer = lose_peer
+        self.calls: list[HTTPCall] = []
         self._inner = inner
-        self._addresses = addresses
         self._kill = kill
         self._troubles: dict[Trouble, int] = {}
 
@@ -96,9 +106,9 @@ class Meddling:
         """Let nothing more go wrong."""
         self._troubles.clear()
 
-    def sent(self, path: str) -> int:
+    def sent(self, route: str) -> int:
         """How many calls went to a route."""
-        return sum(called == path for _, called in self.calls)
+        return sum(_is(route, call) for call in self.calls)
 
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = _NO_HEADERS
@@ -144,11 +154,11 @@ class Meddling:
         await self._inner.aclose()
 
     def _next(self, base_url: str, call: HTTPCall) -> Trouble | None:
-        self.calls.append((base_url, call.path))
+        self.calls.append(call)
         found = None
         for trouble, left in [*self._troubles.items()]:
-            here = self._addresses[trouble.worker] in base_url
-            if not here or trouble.path not in (None, call.path):
+            here = base_url.endswith(trouble.address)
+            if not here or not (trouble.route is None or _is(trouble.route, call)):
                 continue
             if trouble.nth:
                 self._troubles[trouble] = left - 1
@@ -168,6 +178,8 @@ class Meddling:
                 raise lost from ConnectionRefusedError()
             case "never_answer":
                 await anyio.sleep_forever()
+            case "lose_peer":
+                self._lose_peer(trouble.worker)
             case "die_before":
                 self._kill(trouble.worker)
         return None
@@ -183,6 +195,12 @@ class Meddling:
                     self._kill(trouble.worker)
                 raise TransportError(f"{reply.url}: lost", phase="may_have_run", url=reply.url)
         return reply
+
+
+def _is(route: str, call: HTTPCall) -> bool:
+    path, *words = route.split()
+    body = (call.body or b"").decode()
+    return call.path == path and all(word in body for word in words)
 
 
 def _whole(reply: HTTPReply) -> StreamReply:

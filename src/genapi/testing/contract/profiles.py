@@ -4,6 +4,8 @@ from .stand import Profile
 
 __all__ = ("PROFILES",)
 
+_RPC = "/engine/update_weights_from_distributed"
+
 PROFILES: tuple[Profile, ...] = (
     Profile(
         provider="vllm",
@@ -45,6 +47,49 @@ PROFILES: tuple[Profile, ...] = (
             "it ends the server",
             "publish:drain": "it cannot let requests end while it holds new ones back",
             "publish:asleep": "nothing says that a server's memory was released",
+        },
+    ),
+    Profile(
+        provider="dynamo",
+        logprobs_mode="processed",
+        paths={
+            "health": "/engine/liveness_probe",
+            "generate": "/v1/completions",
+            "join": "/engine/init_weights_update_group",
+            "pause": "/engine/pause_generation",
+            "resume": "/engine/resume_generation",
+            "begin": f"{_RPC} start_weight_update",
+            "update": f"{_RPC} update_info",
+            "finish": f"{_RPC} finish_weight_update",
+            "label": "/engine/set_weight_version",
+        },
+        excluded={
+            "ready:key": "a frontend takes no key",
+            "ready:paused": "no worker tells whether it is paused",
+            "publish:paused": "no worker tells whether it is paused",
+            "generate:candidates": "it names candidates by their texts, which are not one for each "
+            "id",
+            "generate:stop-id": "its reply does not say which id ended it",
+            "generate:outputs": "it gives ids for one output a request",
+            "generate:remark": "its workers give the scores of the draw",
+            "generate:vocabulary": "it does not tell how large its vocabulary is, and refuses "
+            "without naming the id",
+            "generate:overlong": "a frontend shortens the output to the room that there is; how a "
+            "prompt without any is refused was not recorded",
+            "generate:session": "the frontend chooses the worker",
+            "publish:kept": "nothing is attested: a reply has an interval",
+            "publish:kept-stale": "nothing is attested: a reply has an interval",
+            "publish:other-life": "another process is another member, whom the next publication "
+            "reaches",
+            "publish:peer": "a worker whose sender went away has to be restarted",
+            "publish:asleep": "who sleeps makes the fleet unready",
+            "publish:checksum": "no worker digests what it holds",
+            "publish:lost-label": "the label comes with the end of the session",
+        },
+        elsewhere={
+            "socket": "a deployment has a frontend and a list besides its workers: "
+            "tests/contract/test_dynamo.py starts one",
+            "real": "tests/engines",
         },
     ),
 )

@@ -21,6 +21,7 @@ class Shared:
 
     def __init__(self, addresses: tuple[str, ...]) -> None:
         self.addresses = addresses
+        self.front: str | None = None
         self.transport = AiohttpTransport(Plane(keep_alive=False))
 
     @asynccontextmanager

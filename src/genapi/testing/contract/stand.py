@@ -41,24 +41,33 @@ class Profile:
 
     Attributes:
         provider: its name, the scheme of its targets.
-        paths: its routes, by what they are for; `health` is one that every inspection reads.
+        paths: its routes, by what they are for; `health` is one that every inspection reads. Words
+            after a path are words of the body, where one path serves several purposes.
         logprobs_mode: of which distribution its scores are when a server has its defaults.
         excluded: behaviours that it does not have, each with the reason, by their ids.
+        elsewhere: carriers that do not bring it, each with where it is shown instead.
     """
 
     provider: str
     paths: Mapping[Operation, str]
     logprobs_mode: LogprobsMode
     excluded: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[CarrierName, str] = field(default_factory=dict)
 
 
 class Servers(Protocol):
     """Servers of one provider that a carrier brought up.
 
     Attributes:
-        addresses: of the servers, `host:port`.
+        addresses: of the servers, `host:port`, or whole URLs.
+        front: where requests go, if something stands before them; a list of them is beside it.
         transport: what carries calls to them.
     """
+
+    @property
+    def front(self) -> str | None:
+        """Where requests go, if something stands before the servers."""
+        ...
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -171,8 +180,18 @@ class Stand:
         self, worker: int, operation: Operation | None, action: Action, **details: Any
     ) -> None:
         """Let a later call go wrong: to that route, or to any when None."""
-        path = None if operation is None else self.profile.paths[operation]
-        self.meddling.add(Trouble(worker=worker, path=path, action=action, **details))
+        route = None if operation is None else self.profile.paths[operation]
+        address = self.servers.addresses[worker]
+        if operation == "generate":
+            address = self.servers.front or address
+        self.meddling.add(
+            Trouble(address=address, worker=worker, route=route, action=action, **details)
+        )
+
+    def url(self, worker: int) -> str:
+        """Where a worker is administered."""
+        address = self.servers.addresses[worker]
+        return address if "://" in address else f"http://{address}"
 
     def sent(self, operation: Operation) -> int:
         """How many calls went to that route."""
@@ -254,9 +273,9 @@ class Rig:
     ) -> AsyncIterator[Stand]:
         """A fleet that was opened and has asked nobody yet."""
         async with self.carrier.servers(self.profile, workers, flags or {}) as servers:
-            meddling = Meddling(servers.transport, servers.addresses, servers.kill)
+            meddling = Meddling(servers.transport, servers.kill, servers.lose_peer)
             events: list[Event] = []
-            target = f"{self.profile.provider}://{','.join(servers.addresses)}"
+            target = f"{self.profile.provider}://{servers.front or ','.join(servers.addresses)}"
             given = {"run": f"contract-{next(_NUMBERS)}", **options}
             fleet = genapi.connect(target, transport=meddling, observe=events.append, **given)
             async with fleet:
