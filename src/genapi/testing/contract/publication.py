@@ -113,7 +113,9 @@ async def in_flight(
     rig: Rig, **options: Any
 ) -> AsyncIterator[tuple[Stand, genapi.GenerateResponse, PublishReport]]:
     """A reply that was under way while step 2 was published over step 1."""
-    async with rig.stand() as s, s.publisher() as p:
+    limits = rig.carrier.timeouts
+    unhurried = limits.model_copy(update={name: max(bound, 5.0) for name, bound in limits})
+    async with rig.stand() as s, s.publisher(timeouts=unhurried) as p:
         await p.publish(1, s.weights(0))  # from here on the transfer group stands
         source, replies = _Gated(s.weights(1)), []
 
