@@ -144,6 +144,9 @@ pytest_add_cli_args_test_selection = [
 ENGINES = ("torch", "vllm", "sglang", "dynamo", "smg")
 
 
+MOST_ROUNDS = 5  # of installing what another release asks for, and what that asks for
+
+
 def size_mb(place: pathlib.Path) -> int:
     """How many megabytes the files of an environment take."""
     files = (entry for entry in place.rglob("*") if not entry.is_symlink())
@@ -303,17 +306,21 @@ def at_release(name: str, release: str) -> pathlib.Path:
         (place / path.name).write_text(changed, encoding="utf-8")
     lists = [place / path.name for path in lists_of(name)]
     made = engine_environment(name, lists)
-    asked = [unmet(engine_environment(name), name), unmet(made, name)]
-    if mended := releases.to_mend(asked[1], asked[0]):
-        pip = (str(made / "bin" / "python"), "-m", "pip", "--quiet", "install", "--no-deps")
-        call(*pip, "-c", str(PINS), *mended, remedy=f"{name} {release} asks for them")
-    return made
+    at_pin, asking = engine_environment(name), [releases.DISTRIBUTIONS[name][0]]
+    pip = (str(made / "bin" / "python"), "-m", "pip", "--quiet", "install", "--no-deps")
+    for _ in range(MOST_ROUNDS):
+        mended = releases.to_mend(unmet(made, asking), unmet(at_pin, asking))
+        if not mended:
+            return made
+        call(*pip, "-c", str(PINS), *mended.values(), remedy=f"{name} {release} asks for them")
+        asking += mended  # which may ask for others in turn
+    raise BrokenEnvironmentError(f"{name} {release} asks for what cannot be had: {mended}")
 
 
-def unmet(environment: pathlib.Path, name: str) -> list[str]:
-    """What an engine asks for and does not get in an environment."""
+def unmet(environment: pathlib.Path, names: list[str]) -> list[str]:
+    """What distributions ask for and do not get in an environment."""
     python = str(environment / "bin" / "python")
-    command = [python, "-c", releases.MISSING, releases.DISTRIBUTIONS[name][0]]
+    command = [python, "-c", releases.MISSING, *names]
     found = subprocess.run(command, check=True, capture_output=True, text=True)
     return list(json.loads(found.stdout))
 

@@ -61,7 +61,8 @@ def test_arguments_name_engines_and_releases_and_the_rest_is_for_pytest() -> Non
 def test_what_the_pinned_release_has_too_little_of_is_not_installed_for_another_one() -> None:
     at_pin = ["torchaudio; platform_machine != 's390x'", "soundfile>=1"]
     other = ["torchaudio", "transformers<5.18.0,>=5.10.4", "soundfile>=2"]
-    assert to_mend(other, at_pin) == ["transformers<5.18.0,>=5.10.4"]
+    assert to_mend(other, at_pin) == {"transformers": "transformers<5.18.0,>=5.10.4"}
+    assert to_mend(["hub>=1.5", "hub<2"], []) == {"hub": "hub<2,>=1.5"}
 
 
 REPORT = """\

@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 __all__ = (
@@ -49,9 +50,15 @@ def unmet(text):
     except metadata.PackageNotFoundError:
         return True
 
-print(json.dumps([text for text in metadata.requires(sys.argv[1]) or () if unmet(text)]))
+def asked(name):
+    try:
+        return metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:
+        return ()
+
+print(json.dumps([text for name in sys.argv[1:] for text in asked(name) if unmet(text)]))
 """
-"""Run by an environment's Python with a distribution: prints what that asks for and lacks."""
+"""Run by an environment's Python with distributions: prints what they ask for and lack."""
 
 _RELEASES = re.compile(r"^Available versions: (.*)$", re.MULTILINE)
 
@@ -125,11 +132,17 @@ def chosen(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     return engines, rest
 
 
-def to_mend(missing: Sequence[str], missing_at_the_pin: Sequence[str]) -> list[str]:
-    """What another release asks for that the pinned one had: the rest is left out on purpose."""
+def to_mend(missing: Sequence[str], missing_at_the_pin: Sequence[str]) -> dict[str, str]:
+    """What is asked for that the pinned release had: the rest is left out on purpose.
+
+    Returns names, each with the requirement that meets all who ask for it.
+    """
     left_out = {Requirement(text).name for text in missing_at_the_pin}
-    wanted = [Requirement(text) for text in missing]
-    return sorted(f"{r.name}{r.specifier}" for r in wanted if r.name not in left_out)
+    found: dict[str, SpecifierSet] = {}
+    for wanted in map(Requirement, missing):
+        if wanted.name not in left_out:
+            found[wanted.name] = found.get(wanted.name, SpecifierSet()) & wanted.specifier
+    return {name: f"{name}{specifier}" for name, specifier in sorted(found.items())}
 
 
 def outcomes(report: str) -> dict[str, str]:
