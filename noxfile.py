@@ -144,7 +144,7 @@ pytest_add_cli_args_test_selection = [
 ENGINES = ("torch", "vllm", "sglang", "dynamo", "smg")
 
 
-MOST_ROUNDS = 5  # of installing what another release asks for, and what that asks for
+MOST_ROUNDS = 5  # of installing what another release asks for, which asks for more in turn
 
 
 def size_mb(place: pathlib.Path) -> int:
@@ -306,14 +306,14 @@ def at_release(name: str, release: str) -> pathlib.Path:
         (place / path.name).write_text(changed, encoding="utf-8")
     lists = [place / path.name for path in lists_of(name)]
     made = engine_environment(name, lists)
-    at_pin, asking = engine_environment(name), [releases.DISTRIBUTIONS[name][0]]
+    at_pin = engine_environment(name)
+    asking = [listed for path in lists for listed in releases.names_in(path.read_text("utf-8"))]
     pip = (str(made / "bin" / "python"), "-m", "pip", "--quiet", "install", "--no-deps")
     for _ in range(MOST_ROUNDS):
         mended = releases.to_mend(unmet(made, asking), unmet(at_pin, asking))
         if not mended:
             return made
         call(*pip, "-c", str(PINS), *mended.values(), remedy=f"{name} {release} asks for them")
-        asking += mended  # which may ask for others in turn
     raise BrokenEnvironmentError(f"{name} {release} asks for what cannot be had: {mended}")
 
 

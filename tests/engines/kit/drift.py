@@ -21,6 +21,7 @@ __all__ = (
     "MISSING",
     "at_release",
     "chosen",
+    "names_in",
     "others",
     "outcomes",
     "pinned",
@@ -92,6 +93,11 @@ def at_release(engine: str, text: str, release: str) -> str:
         for line in text.splitlines()
     ]
     return "\n".join([*lines, ""])
+
+
+def names_in(text: str) -> list[str]:
+    """The distributions that a list of requirements pins."""
+    return [found[0] for line in text.splitlines() if (found := _line(line)) is not None]
 
 
 def releases_in(text: str) -> list[str]:
