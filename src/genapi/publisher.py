@@ -347,7 +347,7 @@ class WeightPublisher:
         checks = self._checks(probe_logprobs)
         async with self._fleet.publishing:
             self.last_report = self._last = None
-            self._check_enough()
+            await self._check_enough()
             await self._take_lease()
             missing = await self._absences.restart_broken()
             if manifest_changed:
@@ -515,9 +515,13 @@ class WeightPublisher:
             self._doubt(member)
         return {m.id or nameless(membership.provider, m): m for m in membership.members.values()}
 
-    def _check_enough(self) -> None:
+    async def _check_enough(self) -> None:
+        if self._min_workers is None:
+            return
+        if self._fleet.is_discovered:
+            await self._fleet.snapshot()  # who is listed now
         there = len(self._fleet.membership.members)
-        if self._min_workers is not None and self._min_workers > there:
+        if self._min_workers > there:
             message = f"min_workers={self._min_workers}, and the fleet has {there} workers"
             raise ConfigError(message)
 

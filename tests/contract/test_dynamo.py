@@ -25,10 +25,10 @@ from genapi import (
 from genapi.types.config import Topology
 from genapi.types.ids import Role
 from genapi.types.worker import Evidence, Outcome, Recovery
-from genapi.weights import from_tensors
+from genapi.weights import Memory, from_tensors
 from genapi.wire.http import HTTPCall, json_body
 from tests.contract.dynamo import UPDATE, Deployment, bounds, deployed, instance, until, version
-from tests.contract.embedded import greedy, request, rig, weights
+from tests.contract.embedded import QUICK, greedy, request, rig, weights
 from tests.contract.test_one_conversation import compared
 
 FAMILIES = pytest.mark.parametrize("family", ["vllm", "sidecar", "collective"])
@@ -372,6 +372,20 @@ async def test_a_worker_that_joined_is_in_the_next_publication() -> None:
         async with d.publisher() as publisher:
             report = await publisher.publish(2, from_tensors(weights(2)))
         assert {r.worker.instance for r in report.receipts} == {d.id(n) for n in range(3)}
+
+
+async def test_the_workers_that_have_to_serve_are_those_that_are_listed_however_early() -> None:
+    def publisher(fleet: genapi.Fleet, least: int) -> genapi.WeightPublisher:
+        return genapi.WeightPublisher(
+            fleet, transport=Memory(), on_partial="serve", min_workers=least, timeouts=QUICK
+        )
+
+    target = "embedded://?protocol=dynamo&workers=2"
+    async with genapi.connect(target) as fleet, publisher(fleet, 2) as p:
+        assert (await p.publish(1, from_tensors(weights(1)))).committed
+    async with genapi.connect(target) as fleet, publisher(fleet, 3) as p:
+        with pytest.raises(ConfigError, match="min_workers=3, and the fleet has 2 workers"):
+            await p.publish(1, from_tensors(weights(1)))
 
 
 async def test_nothing_is_published_to_less_than_the_expected_topology() -> None:
