@@ -165,13 +165,15 @@ def fill_engine_environment(
     """Install what an engine's folder of tests/engines/kit lists."""
     print(f"nox > making {place}; this takes a few minutes", flush=True)
     call(sys.executable, "-m", "venv", "--clear", str(place), remedy="install venv")
-    if name != "smg":
+    needs_torch = name != "smg"
+    if needs_torch:
         call(*pip, "install", "-c", str(PINS), "torch", remedy=NO_TORCH)
     for path in lists:
         alone = ("--no-deps",) if path.stem == "nodeps" else ()
         remedy = f"{name} cannot be installed here; see pip's message above"
         call(*pip, "install", *alone, "-r", str(path), remedy=remedy)
-    refuse_cuda(pip[0])
+    if needs_torch:
+        refuse_cuda(pip[0])
     print(f"nox > {place} holds {size_mb(place)} MB", flush=True)
 
 
