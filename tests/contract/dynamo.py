@@ -1,6 +1,6 @@
 """A fleet over an embedded Dynamo deployment that a test can reach into."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,24 @@ class Deployment:
         async with self.publisher(**options) as publisher:
             report = await publisher.publish(step, from_tensors(weights(step)))
         assert report.committed
+
+    async def publish_under(
+        self,
+        step: int,
+        asks: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+        under_way: Callable[[], bool],
+        **options: Any,
+    ) -> None:
+        """Publish while requests, begun just before the pause, are under way; wait for them."""
+        async with anyio.create_task_group() as tasks:
+
+            async def begin() -> None:
+                for ask in asks:
+                    tasks.start_soon(ask)
+                await until(under_way)
+
+            self.calls.before_pause = begin
+            await self.publish(step, **options)
 
     def sent(self) -> list[dict[str, Any]]:
         """The bodies of the generations that the frontend got."""

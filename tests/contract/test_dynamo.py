@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,8 +29,7 @@ from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.weights import Memory, from_tensors
 from genapi.wire.http import HTTPCall, json_body
 from tests.contract.dynamo import UPDATE, Deployment, bounds, deployed, instance, until, version
-from tests.contract.embedded import QUICK, greedy, request, rig, weights
-from tests.contract.test_one_conversation import compared
+from tests.contract.embedded import QUICK, greedy, request, weights
 
 FAMILIES = pytest.mark.parametrize("family", ["vllm", "sidecar", "collective"])
 
@@ -80,10 +80,8 @@ async def test_a_request_in_flight_through_a_publication_has_an_interval_of_both
     async with deployed() as d:
         await d.publish(1)
         replies: list[GenerateResponse] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collect, d, request(tokens=300), replies)
-            await until(lambda: running(d))
-            await d.publish(2)
+        ask = partial(collect, d, request(tokens=300), replies)
+        await d.publish_under(2, [ask], lambda: running(d))
         assert bounds(replies[0]) == (version(1), version(2))
         assert len(replies[0].output.token_ids) == 300
         assert not replies[0].output.policy.is_pure
@@ -112,10 +110,7 @@ async def test_a_pause_that_aborts_is_an_abort_though_the_engine_calls_it_a_stop
             async with d.fleet.stream(request(tokens=500)) as events:
                 replies.extend([e.reply async for e in events if isinstance(e, Finished)])
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask)
-            await until(lambda: running(d))
-            await d.publish(2, mode="abort")
+        await d.publish_under(2, [ask], lambda: running(d), mode="abort")
         out = replies[0].output
         assert (out.finish_reason, out.finish_raw) == (FinishReason.ABORT, "stop")
         assert not out.is_complete
@@ -135,10 +130,7 @@ async def test_a_stop_under_any_other_pause_is_a_stop() -> None:
             }
         )
         replies: list[GenerateResponse] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collect, d, asked, replies)
-            await until(lambda: running(d))
-            await d.publish(2)
+        await d.publish_under(2, [partial(collect, d, asked, replies)], lambda: running(d))
         if replies[0].output.finish_raw == "stop":
             assert replies[0].output.finish_reason is FinishReason.STOP
         reply = await d.fleet.generate(asked)
@@ -149,11 +141,9 @@ async def test_an_abort_before_any_token_is_an_abort_too() -> None:
     async with deployed(1, max_num_seqs="1") as d:
         await d.publish(1)
         replies: list[GenerateResponse] = []
-        async with anyio.create_task_group() as tasks:
-            for tokens in (400, 10):
-                tasks.start_soon(collect, d, request(tokens=tokens), replies)
-            await until(lambda: d.workers[0].engine.num_waiting == 1)
-            await d.publish(2, mode="abort")
+        asks = [partial(collect, d, request(tokens=tokens), replies) for tokens in (400, 10)]
+        one_waits = lambda: d.workers[0].engine.num_waiting == 1  # noqa: E731
+        await d.publish_under(2, asks, one_waits, mode="abort")
         assert {r.output.finish_reason for r in replies} == {FinishReason.ABORT}
         assert min(len(r.output.token_ids) for r in replies) == 0
 
@@ -274,9 +264,9 @@ async def test_a_request_of_a_killed_worker_fails_typed_and_the_others_go_on(
         async def ask(number: int) -> None:
             try:
                 if not streams:
-                    outcomes[number] = await d.fleet.generate(request(tokens=200))
+                    outcomes[number] = await d.fleet.generate(request(tokens=1500))
                     return
-                async with d.fleet.stream(request(tokens=200)) as events:
+                async with d.fleet.stream(request(tokens=1500)) as events:
                     async for event in events:
                         if isinstance(event, Finished):
                             outcomes[number] = event.reply
@@ -704,65 +694,3 @@ async def test_a_deployment_behind_sockets_is_generated_on_and_published_to() ->
             assert {r.url for r in report.receipts} == set(facts["urls"][2:])
         finally:
             process.kill()
-
-
-# the same conversation as with an engine that attests its versions
-
-
-async def conversation(fleet: genapi.Fleet, temperature: float) -> list[GenerateResponse]:
-    """Six turns, one of them streamed and one cut by a stop id, with a publication between."""
-
-    def asked(**sampling: Any) -> genapi.GenerateRequest:
-        drawn = {"max_tokens": 12, "temperature": temperature, "ignore_eos": True, **sampling}
-        return genapi.GenerateRequest(
-            prompt_token_ids=[1, 2, 3],
-            request_id="mine",
-            sampling=genapi.SamplingParams(**drawn),
-        )
-
-    async def streamed(wanted: genapi.GenerateRequest) -> GenerateResponse:
-        async with fleet.stream(wanted) as events:
-            *_, last = [event async for event in events]
-        assert isinstance(last, Finished)
-        return last.reply
-
-    async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
-        await publisher.adopt(0)
-        turn = asked(max_tokens=6)
-        replies = [await fleet.generate(turn)]
-        turn = turn.extended(replies[-1].output.token_ids, [7, 8])
-        replies.append(await streamed(turn))
-        turn = turn.extended(replies[-1].output.token_ids, [9])
-        await publisher.publish(1, from_tensors(weights(1)))
-        replies += [await fleet.generate(turn), await streamed(turn)]
-        stop = {"stop_token_ids": tuple(range(0, 64, 4)), "ignore_eos": False}
-        for more in ({**stop, "prompt_logprobs": 0}, {"top_k": 5, "top_p": 0.9, "min_tokens": 3}):
-            replies.append(await fleet.generate(asked(**more)))
-    return replies
-
-
-@pytest.mark.filterwarnings("ignore::genapi.errors.GenAPIWarning")
-@pytest.mark.parametrize(
-    ("temperature", "differing"),
-    # vLLM's own server scores before temperature and truncation, Dynamo's worker after both; and
-    # of a stop nobody recorded that Dynamo says which it was.
-    [
-        (1.0, [[], [], [], [], ["stop_reason"], ["logprobs"]]),
-        (0.7, [["logprobs"]] * 4 + [["logprobs", "stop_reason"], ["logprobs"]]),
-    ],
-)
-async def test_a_conversation_gives_the_replies_of_an_engine_that_attests_its_versions(
-    temperature: float, differing: list[list[str]]
-) -> None:
-    flags = {"prompt_tokens_details": "true", "block_size": "1"}
-    async with rig(1, options={"run": "r"}, **flags) as direct:
-        wanted = await conversation(direct.fleet, temperature)
-    async with deployed(1, block_size="1") as d:
-        got = await conversation(d.fleet, temperature)
-    found = [compared(one, two) for one, two in zip(wanted, got, strict=True)]
-    assert [[n for n in names if n != "prompt_logprobs"] for names in found] == differing
-    assert {reply.logprobs_mode for reply in got} == {"processed"}
-    for one, two in zip(wanted, got, strict=True):
-        attested, interval = one.output.policy.arrays(), two.output.policy.arrays()
-        assert (interval.lo <= attested.lo).all()
-        assert (attested.hi <= interval.hi).all()

@@ -4,7 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,29 +22,14 @@ from genapi.transports.memory import MemoryTransport
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
 from genapi.weights import Filesystem, from_tensors
 from genapi.weights._disk import PosixDisk
-from genapi.wire.http import HTTPCall, HTTPReply
 from tests.contract.embedded import QUICK, greedy, request, weights
+from tests.support.recorded import RecordedCalls
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = [1, 2, 3]
 LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 CLOSE, REPUBLISH = Recovery.CLOSE_THEN_REPUBLISH, Recovery.REPUBLISH
-
-
-class Transport(MemoryTransport):
-    """Does something before the first pause arrives."""
-
-    before_pause: Callable[[], Awaitable[None]] | None = None
-
-    async def send(
-        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
-    ) -> HTTPReply:
-        """Pass it on."""
-        if call.path.startswith("/pause") and (first := self.before_pause) is not None:
-            self.before_pause = None
-            await first()
-        return await super().send(base_url, call, headers=headers)
 
 
 @dataclass
@@ -54,7 +39,7 @@ class Rig:
     protocol: str
     fleet: genapi.Fleet
     cluster: Cluster
-    transport: Transport
+    transport: RecordedCalls
     events: list[Event] = field(default_factory=list)
     on: Callable[[Event], None] = lambda _event: None
 
@@ -90,7 +75,7 @@ def protocol(request: pytest.FixtureRequest) -> str:
 async def rig(protocol: str, workers: int = 2, **query: str) -> AsyncIterator[Rig]:
     cluster = Cluster.from_query({"protocol": protocol, "workers": str(workers), **query})
     told: list[Rig] = []
-    transport = Transport(cluster)
+    transport = RecordedCalls(cluster)
     fleet = genapi.connect(
         f"embedded://?protocol={protocol}",
         transport=transport,
@@ -172,7 +157,6 @@ async def test_a_kept_request_goes_on_with_the_weights_of_the_files(
 
         await p.adopt(0)
         async with anyio.create_task_group() as group:
-            # Writing takes real time, in which an engine in virtual time ends any reply.
             r.transport.before_pause = partial(group.start, ask)
             await p.publish(1, source(1))
         assert [s.lo.step for s in replies[0].output.policy.spans if s.lo] == [0, 1]

@@ -105,10 +105,14 @@ class RecordedCalls(MemoryTransport):
     Attributes:
         calls: address, path and JSON body of each.
         on_piece: awaited before each piece of an event stream, with the number of those before it.
+        before_pause: awaited once, before any pause arrives: what is prepared for a publication
+            takes real time, in which an engine in virtual time ends any request.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
+        self.before_pause: Callable[[], Awaitable[None]] | None = None
+        self._pausing = anyio.Lock()
         self.calls: list[tuple[str, str, Any]] = []
         self.on_piece: Callable[[int], Awaitable[None]] = _no_piece
 
@@ -119,6 +123,11 @@ class RecordedCalls(MemoryTransport):
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
     ) -> HTTPReply:
+        if "pause" in call.path:
+            async with self._pausing:
+                first, self.before_pause = self.before_pause, None
+                if first is not None:
+                    await first()
         self._note(base_url, call)
         return await super().send(base_url, call, headers=headers)
 
