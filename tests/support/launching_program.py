@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -54,4 +55,6 @@ async def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
+    # A shell lets what it runs in the background ignore it, and so does whatever that starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(main(pathlib.Path(sys.argv[1])))
