@@ -19,6 +19,7 @@ from genapi import FinishReason, GenerateRequest, GenerateResponse, PublishTimeo
 from genapi.events import Event, PhaseStarted
 from genapi.publication.plan import PausePlan
 from tests.engines.kit.judge import Judge
+from tests.engines.kit.server import make_tokens
 
 if TYPE_CHECKING:
     from tests.engines.conftest import Models, Oracle
@@ -104,8 +105,9 @@ async def test_every_token_under_random_publications_is_what_its_trace_names(
                     own = tuple(chance.randrange(300, 2000) for _ in range(20))
                     asked = (SHARED if number % 2 else own), chance.choice((1, 20, 150, 400))
                     play.starts.setdefault(moment, []).append(asked)
-                # Long enough to be in flight when the pause comes.
-                play.starts.setdefault("preflight", []).append((SHARED, 1200))
+                # In flight when the pause comes, however quick that is.
+                group.start_soon(play.ask, SHARED, 1200)
+                await make_tokens(*vllm_pair[:workers], tokens=20)
                 await play.publish(step, plan)
         await play.publish(PUBLICATIONS + 1, CLEAN[0])
         await play.publish(PUBLICATIONS + 2, CLEAN[0])  # seed 0 again

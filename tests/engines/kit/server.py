@@ -15,7 +15,6 @@ import functools
 import http
 import http.client
 import json
-import math
 import os
 import pathlib
 import random
@@ -40,6 +39,7 @@ __all__ = (
     "Server",
     "ServerError",
     "free_port",
+    "make_tokens",
     "port_was_taken",
     "serving",
     "settle",
@@ -199,12 +199,10 @@ class Server:
 
     async def generating(self, requests: int) -> None:
         """Wait until it runs so many requests and each has got tokens (vLLM)."""
-        tokens = math.inf
         with anyio.fail_after(STARTS_LIMIT_S):
-            while self.metric("vllm:generation_tokens_total") < tokens:
-                if tokens == math.inf and self.metric("vllm:num_requests_running") == requests:
-                    tokens = self.metric("vllm:generation_tokens_total") + 10 * requests
+            while self.metric("vllm:num_requests_running") != requests:  # noqa: ASYNC110 - polled
                 await anyio.sleep(LOOK_OFTEN_S)
+        await make_tokens(self, tokens=10 * requests)
 
     def is_healthy(self) -> bool:
         """Whether it says that it serves."""
@@ -243,6 +241,18 @@ class Server:
             if time.monotonic() > deadline:
                 raise ServerError(f"processes of group {self.pid} survive SIGKILL")
             _pause()
+
+
+async def make_tokens(*servers: Server, tokens: int) -> None:
+    """Wait until servers of vLLM have together made so many more tokens."""
+
+    def made() -> float:
+        return sum(server.metric("vllm:generation_tokens_total") for server in servers)
+
+    wanted = made() + tokens
+    with anyio.fail_after(STARTS_LIMIT_S):
+        while made() < wanted:  # noqa: ASYNC110 - polled
+            await anyio.sleep(LOOK_OFTEN_S)
 
 
 @contextlib.contextmanager
