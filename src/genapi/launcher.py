@@ -205,7 +205,8 @@ class Launcher:
         Its weights are those it was started with: it gets no requests before it was published to.
 
         Raises:
-            FleetError: no worker was started at that URL, or it did not come back.
+            FleetError: no worker was started at that URL, it survives SIGKILL, or it did not come
+                back.
         """
         name = next((n for n, life in self._lives.items() if life.serves(url)), None)
         if name is None:
@@ -322,7 +323,10 @@ class Launcher:
     async def _begin(self, name: str) -> "_Life":
         """Begin another life of a component."""
         assert self._root is not None  # noqa: S101 - it was made
-        number = self._lives[name].number + 1 if name in self._lives else 1
+        number = 1
+        if name in self._lives:
+            self._lives[name].program.check_gone()  # not a second one beside it, on the same device
+            number += self._lives[name].number
         deployment = self._plan({name: number})
         component = next(part for part in deployment.components if part.name == name)
         folder = self._root / f"{name}-{number}"

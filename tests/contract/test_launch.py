@@ -3,6 +3,7 @@
 The programs are real: embedded engines behind the flags of vLLM and SGLang, and lines of Python.
 """
 
+import ctypes
 import http.client
 import json
 import os
@@ -46,6 +47,9 @@ pytestmark = [
 ]
 
 KEY, ADMIN_KEY = "the-key-of-requests", "the-key-of-administration"
+
+
+PTRACE_SEIZE, WAIT_ALL = 0x4206, 0x40000000
 
 
 class Seen:
@@ -111,6 +115,23 @@ def foreign_server(port: int = 0) -> Iterator[int]:
             yield int(process.stdout.readline())
         finally:
             process.kill()
+
+
+@contextmanager
+def unreapable(pid: int) -> Iterator[None]:
+    """A process that its parent cannot see the end of, as of one that the kernel does not end.
+
+    A process that is traced ends for its tracer alone until the tracer has waited for it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    if libc.ptrace(PTRACE_SEIZE, pid, None, None) != 0:
+        pytest.skip(f"may not trace: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, WAIT_ALL)
 
 
 async def test_servers_are_started_serve_and_are_gone_afterwards(tmp_path: pathlib.Path) -> None:
@@ -290,6 +311,23 @@ async def test_a_worker_that_lives_is_another_process_at_the_same_url_after_a_re
 
     with pytest.raises(FleetError, match="was killed by SIGKILL"):
         await restart_and_kill()
+
+
+async def test_a_worker_that_survives_being_killed_is_an_error_and_no_other_is_started_beside_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+    launched = genapi.launch(engines(), folder=tmp_path, stop_timeout_s=0.5, observe=seen)
+    async with launched as fleet:
+        (worker,) = (await fleet.snapshot()).workers
+        assert worker.id is not None
+        pid = seen.pid("worker0")
+        with unreapable(pid):
+            with pytest.raises(
+                FleetError, match=rf"processes \[{pid}\] of worker0 survive SIGKILL"
+            ):
+                await launched.restart(worker.id, worker.url)
+            assert [event.component for event in seen.started] == ["worker0"]
 
 
 async def test_a_worker_that_cannot_be_restarted_is_an_error_with_its_log(

@@ -8,7 +8,8 @@ and the same. (The end alone would not do: whoever the starter forked holds the 
 The program leads a session of its own and gets SIGTERM
 with its whole group, then SIGKILL; what left the group is adopted here (Linux) and ends as well.
 Standard output tells `{"pid"}`, then `{"status"}` once the program itself has ended, negative for a
-signal; it closes when nothing is left. Standard error is the program's output.
+signal, then `{"left"}` where processes survive SIGKILL, the program itself included; it closes when
+nothing more can be done. Standard error is the program's output.
 
 The rule of this file: the standard library only, and nothing of ours.
 """
@@ -94,8 +95,9 @@ def _end(program: int, wake: int) -> None:
         if (told and not others) or time.monotonic() > deadline:
             break
         _drained(wake, _wait([wake], 0.05))
-    if others:
-        _tell({"left": others})
+    left = others if told else [program, *others]
+    if left:
+        _tell({"left": left})
     with contextlib.suppress(ChildProcessError):
         os.waitpid(program, os.WNOHANG)
 

@@ -41,7 +41,7 @@ class Program:
         status: how it ended, negative for a signal; None = it runs, or that is not known.
         started: set when it was started, or could not be.
         ended: set when the program itself has ended.
-        gone: set when nothing of it is left.
+        gone: set when nothing of it is left, or what is left survives SIGKILL.
         failed: why it could not be started.
     """
 
@@ -73,6 +73,7 @@ class Program:
         self.started = anyio.Event()
         self.ended = anyio.Event()
         self.gone = anyio.Event()
+        self._left: Sequence[int] = ()
         self._argv = argv
         self._environment = environment
         self._folder = folder
@@ -95,19 +96,29 @@ class Program:
                 return
         assert process.stdout is not None  # noqa: S101 - it was asked for
         lines = BufferedByteReceiveStream(process.stdout)
-        left: Sequence[int] = ()
         try:
             with suppress(anyio.IncompleteRead, anyio.EndOfStream):
                 while not self.ended.is_set():
                     await self._hear(lines)
         finally:
             with anyio.CancelScope(shield=True):
-                left = await self._end(process, lines)
+                self._left = await self._end(process, lines)
             self.started.set()
             self.ended.set()
             self.gone.set()
+        self.check_gone()
+
+    def check_gone(self) -> None:
+        """Return where nothing of it was left, or what was left has ended since.
+
+        Raises:
+            FleetError: processes of it survive SIGKILL.
+        """
+        left = [pid for pid in self._left if _is_there(pid)]
         if left:
-            raise FleetError(f"processes {list(left)} of {self.name} survive SIGKILL")
+            raise FleetError(
+                f"processes {left} of {self.name} survive SIGKILL; the system has to end them"
+            )
 
     def tail(self, lines: int = 40, *, hide: Iterable[str] = ()) -> str:
         """The last lines of its output, without the texts that are to be hidden."""
@@ -136,6 +147,8 @@ class Program:
         """How it ended, in words."""
         if self.failed is not None:
             return f"could not be started: {self.failed}"
+        if self._left and self.status is None:
+            return "survives SIGKILL"
         if self.status is None:
             return "ended in an unknown way"
         if self.status < 0:
@@ -198,6 +211,16 @@ class Program:
                 os.killpg(self.pid, signal.SIGKILL)
         await process.aclose()
         return left
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _listening(port: int) -> set[str]:
