@@ -96,7 +96,8 @@ def launch(
         observe: called with every event, also with those of components.
         options: the other options of `connect`, over what the launch sets.
 
-    Entering the block raises `FleetError` where a component does not come to serve.
+    Entering the block raises `FleetError` where a component does not come to serve, and
+    `ConfigError`, before anything is started, where a key is not set.
 
     Raises:
         ConfigError: a bound is not above 0.
@@ -237,6 +238,7 @@ class Launcher:
                     with anyio.CancelScope() as self._body:
                         try:
                             self._prepare()
+                            self._check()
                             await self._start_all()
                             fleet = self._connect_to(self._plan())
                             await fleet.open()
@@ -275,6 +277,16 @@ class Launcher:
             self._ports[need.component] = _Ports(need)
             self._ready[need.component] = anyio.Event()
             self._locks[need.component] = anyio.Lock()
+
+    def _check(self) -> None:
+        """Find out what cannot work while nothing was started.
+
+        Raises:
+            ConfigError: a key is not set.
+        """
+        for component in self._plan().components:
+            for values in (component.environment, *component.files.values()):
+                _texts(values, [])
 
     def _plan(self, folders: Mapping[str, int] = {}) -> Deployment:
         """The deployment at the ports that are held; `folders` are the lives by component."""
@@ -569,14 +581,21 @@ def _inherited(more: Sequence[str]) -> dict[str, str]:
 
 
 def _texts(values: Mapping[str, str | Key], secrets: list[str]) -> dict[str, str]:
-    """The values with keys looked up; what is found is added to `secrets`."""
+    """The values with keys looked up; what is found is added to `secrets`.
+
+    Raises:
+        ConfigError: a key is not set, or cannot be read.
+    """
     found = {}
     for name, value in values.items():
-        text = resolve(value, environment=os.environ) if isinstance(value, Key) else value
-        if text is not None:
+        if isinstance(value, Key):
+            text = resolve(value, environment=os.environ)
+            if text is None:  # a server that is started without its key is open to everybody
+                raise ConfigError(f"{name}: {value!r} holds no key; set it, or leave the field out")
+            secrets.append(text)
             found[name] = text
-            if isinstance(value, Key):
-                secrets.append(text)
+        else:
+            found[name] = value
     return found
 
 

@@ -28,6 +28,7 @@ from genapi.events import ComponentEnded, ComponentReady, ComponentStarted, Even
 from genapi.launcher import Launcher
 from genapi.providers import dynamo, sglang
 from genapi.types.config import Key
+from genapi.types.launch import Launchable
 from tests.contract.embedded import greedy, request, weights
 from tests.support.engine_process import STAND_INS
 from tests.support.launched import (
@@ -441,6 +442,29 @@ async def test_a_program_that_is_not_there_is_named(tmp_path: pathlib.Path) -> N
     with pytest.raises(FleetError, match="'/no/such/python' cannot be run: No such file"):
         async with genapi.launch(config, folder=tmp_path):
             pytest.fail("it cannot have started")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (engines(api_key="env:GENAPI_KEY_UNSET"), r"VLLM_API_KEY: .*GENAPI_KEY_UNSET"),
+        (engines(api_key=" "), "VLLM_API_KEY: "),
+        (engines(environment={**STAND_INS, "HF_TOKEN": "env:GENAPI_KEY_UNSET"}), "HF_TOKEN: "),
+        (
+            sglang.Launch(model="m", admin_api_key="env:GENAPI_KEY_UNSET", environment=STAND_INS),
+            r"admin-api-key: .*GENAPI_KEY_UNSET",
+        ),
+    ],
+)
+async def test_a_key_that_is_not_set_is_an_error_before_anything_is_started(
+    tmp_path: pathlib.Path, config: Launchable, message: str
+) -> None:
+    seen = Seen()
+    config = Beside(config, {"first": SERVE + "threading.Event().wait()"})
+    with pytest.raises(genapi.ConfigError, match=f"{message}.* holds no key"):
+        async with genapi.launch(config, folder=tmp_path, observe=seen):
+            pytest.fail("a server without a key is open")
+    assert seen.started == []
 
 
 async def test_a_key_that_a_program_prints_is_hidden_in_the_error(tmp_path: pathlib.Path) -> None:

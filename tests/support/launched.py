@@ -14,7 +14,7 @@ import anyio
 
 from genapi.providers import vllm
 from genapi.types.config import FleetConfig, Key
-from genapi.types.launch import Component, Deployment, Need, Place, PortWish
+from genapi.types.launch import Component, Deployment, Launchable, Need, Place, PortWish
 from tests.support.engine_process import STAND_INS
 
 __all__ = (
@@ -49,7 +49,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 class Beside:
     """A launch with more programs, or programs alone where there is no launch."""
 
-    launch: vllm.Launch | None
+    launch: Launchable | None
     code: Mapping[str, str]
     port: int | None = None
     variables: Mapping[str, str | Key] | None = None
