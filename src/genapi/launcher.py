@@ -90,7 +90,8 @@ def launch(
         stop_timeout_s: how long after SIGTERM a component and its whole group get SIGKILL.
         on_exit: what follows when a worker ends by itself, with whatever status. `stop`: all others
             are stopped and the block ends with `FleetError`. `leave`: the others go on, and
-            `restart` brings it back. A frontend or a gateway that ends stops all.
+            `restart` brings it back. A frontend or a gateway that ends stops all, and so does
+            a worker that ends before the fleet is ready.
         run: as for `connect`.
         board: as for `connect`.
         observe: called with every event, also with those of components.
@@ -150,6 +151,7 @@ class Launcher:
         self._ports: dict[str, _Ports] = {}
         self._ready: dict[str, anyio.Event] = {}
         self._locks: dict[str, anyio.Lock] = {}
+        self._served = False
         self._failure: FleetError | None = None
         self._body: anyio.CancelScope | None = None
         self._transport: AiohttpTransport | None = None
@@ -243,6 +245,7 @@ class Launcher:
                             fleet = self._connect_to(self._plan())
                             await fleet.open()
                             await fleet.wait_ready(self._start_timeout_s)
+                            self._served = True
                             yield fleet
                         except (Exception, KeyboardInterrupt, SystemExit) as caught:  # noqa: BLE001
                             error = caught  # raised when everything was stopped, and in no group
@@ -385,7 +388,7 @@ class Launcher:
 
     def _lost(self, life: "_Life") -> None:
         """A component that served has ended, and nobody asked for it."""
-        if self._on_exit == "leave" and life.component.worker:
+        if self._on_exit == "leave" and life.component.worker and self._served:
             _log.warning("%s", life.report())
             return
         if self._failure is None:

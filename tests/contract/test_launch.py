@@ -202,6 +202,22 @@ async def test_a_component_that_ends_takes_all_others_down_and_the_report_has_it
     assert not alive(seen.pid("worker0"))
 
 
+async def test_a_worker_that_is_left_alone_later_ends_the_start_while_the_fleet_is_not_ready(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = Seen()
+
+    def kill_at_once(event: Event) -> None:
+        seen(event)
+        if isinstance(event, ComponentReady) and event.component == "worker0":
+            os.kill(seen.pid("worker0"), signal.SIGKILL)
+
+    launched = genapi.launch(engines(), folder=tmp_path, on_exit="leave", observe=kill_at_once)
+    with anyio.fail_after(LIMIT_S), pytest.raises(FleetError, match="was killed by SIGKILL"):
+        async with launched:
+            pytest.fail("there is no worker")
+
+
 async def test_an_error_of_the_block_s_own_stays_and_says_which_worker_was_killed(
     tmp_path: pathlib.Path,
 ) -> None:
