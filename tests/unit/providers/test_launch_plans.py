@@ -180,6 +180,10 @@ def test_an_ipv6_address_is_written_in_brackets(kind: str) -> None:
         ({"flags": ("--api-k=x",)}, "would show a secret"),
         ({"flags": ("--hf-token=x",)}, "would show a secret"),
         ({"flags": ("--some-password=x",)}, "would show a secret"),
+        ({"flags": ("--redis-url=redis://:pw@h",)}, "URL with user info"),
+        ({"flags": ("--some-url", "http://u:pw@h")}, "URL with user info"),
+        ({"flags": ('--some-config={"url": "http://u:pw@h"}',)}, "URL with user info"),
+        ({"model": "s3://u:pw@h/model"}, "URL with user info"),
         ({"flags": ("--served-model-name=x",)}, "use model_name="),
         ({"flags": ("--served_model_name=x",)}, "use model_name="),
         ({"flags": ("--served-model=x",)}, "use model_name="),
@@ -207,6 +211,8 @@ def test_what_cannot_work_is_refused(kind: str, fields: dict[str, Any], message:
         ({"ports": (40000,)}, "not below 32768"),
         ({"frontend_flags": ("--http-port=1",)}, "use frontend_port="),
         ({"flags": ("--endpoint=dyn://a.b.c",)}, "use namespace="),
+        ({"frontend_flags": ("--etcd", "http://u:pw@h")}, "URL with user info"),
+        ({"kv_transfer": {"extra": {"url": "redis://:pw@h"}}}, "URL with user info"),
     ],
 )
 def test_what_dynamo_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -217,6 +223,8 @@ def test_what_dynamo_cannot_do_is_refused(fields: dict[str, Any], message: str) 
 def test_a_gateway_s_key_is_refused_among_its_flags() -> None:
     with pytest.raises(ValidationError, match="would show a secret"):
         sglang.Gateway(flags=("--api-key=x",))
+    with pytest.raises(ValidationError, match="URL with user info"):
+        sglang.Gateway(flags=("--redis-url", "redis://:pw@h"))
 
 
 def test_flags_that_only_sound_like_secrets_or_like_others_pass() -> None:

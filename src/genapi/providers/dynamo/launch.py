@@ -5,12 +5,20 @@ Components find each other in a folder of the deployment's own: no etcd, no NATS
 has to protect it.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from genapi.providers.shapes.launch import LaunchConfig, address, flags_of, refuse_flags, url_of
+from genapi.providers.shapes.launch import (
+    LaunchConfig,
+    address,
+    flags_of,
+    refuse_flags,
+    refuse_user_info,
+    url_of,
+)
 from genapi.types.config import FleetConfig, Key, Topology
 from genapi.types.ids import Role
 from genapi.types.launch import Component, Deployment, Need, Place, PortNumber, PortWish
@@ -89,6 +97,7 @@ class Launch(LaunchConfig):
     def _consistent(self) -> Self:
         refuse_flags(self.flags, fields=_FIELDS)
         refuse_flags(self.frontend_flags, fields=_FRONTEND_FIELDS)
+        refuse_user_info(json.dumps(dict(self.kv_transfer)), "kv_transfer=")
         if bool(self.prefill_workers) != bool(self.decode_workers):
             raise ValueError(
                 f"prefill_workers={self.prefill_workers} with decode_workers="

@@ -25,6 +25,7 @@ __all__ = (
     "flags_of",
     "held",
     "refuse_flags",
+    "refuse_user_info",
     "url_of",
 )
 
@@ -91,6 +92,7 @@ class LaunchConfig(Value):
     def _no_flag(cls, model: str) -> str:
         if model.startswith("-"):
             raise ValueError(f"model={model!r} begins like a flag")
+        refuse_user_info(model, "model=")
         return model
 
     @field_validator("host")
@@ -150,13 +152,14 @@ def flags_of(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def refuse_flags(flags: Iterable[str], *, fields: Mapping[str, str]) -> None:
-    """Raise `ValueError` for a flag that may hold a secret, or that a field is there for.
+    """Raise `ValueError` for what may hold a secret, or for a flag that a field is there for.
 
     Args:
         flags: the user's.
         fields: the field by the flag that it sets.
     """
     for given in flags:
+        refuse_user_info(given, "a flag")
         if not given.startswith("-"):
             continue
         name = given.lstrip("-").partition("=")[0].replace("_", "-")
@@ -168,6 +171,20 @@ def refuse_flags(flags: Iterable[str], *, fields: Mapping[str, str]) -> None:
         for flag, field in fields.items():
             if name == flag or _abbreviates(name, (flag,)):
                 raise ValueError(f"flag '--{name}' is genapi's to set; use {field}")
+
+
+def refuse_user_info(text: str, what: str) -> None:
+    """Raise `ValueError` for a part of a command line that holds a URL with user info.
+
+    Args:
+        text: the part.
+        what: what a message calls it; the text itself is in none.
+    """
+    if _USER_INFO.search(text):
+        raise ValueError(
+            f"{what} holds a URL with user info, which would show a secret to whoever lists "
+            "processes; use a variable in environment="
+        )
 
 
 def address(host: str, port: int) -> str:
