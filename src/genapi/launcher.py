@@ -98,7 +98,7 @@ def launch(
         options: the other options of `connect`, over what the launch sets.
 
     Entering the block raises `FleetError` where a component does not come to serve, and
-    `ConfigError`, before anything is started, where a key is not set.
+    what `connect` raises or `ConfigError` for a key that is not set before anything is started.
 
     Raises:
         ConfigError: a bound is not above 0.
@@ -285,9 +285,11 @@ class Launcher:
         """Find out what cannot work while nothing was started.
 
         Raises:
-            ConfigError: a key is not set.
+            ConfigError: a key is not set, or the fleet cannot be connected to in that way.
         """
-        for component in self._plan().components:
+        deployment = self._plan()
+        self._connect_to(deployment)  # contacts nothing; the ports may still be others later
+        for component in deployment.components:
             for values in (component.environment, *component.files.values()):
                 _texts(values, [])
 

@@ -16,11 +16,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
+from pydantic import ValidationError
 
 import genapi
 from genapi import FleetError, Outcome, WeightPublisher
@@ -480,6 +482,24 @@ async def test_a_key_that_is_not_set_is_an_error_before_anything_is_started(
     with pytest.raises(genapi.ConfigError, match=f"{message}.* holds no key"):
         async with genapi.launch(config, folder=tmp_path, observe=seen):
             pytest.fail("a server without a key is open")
+    assert seen.started == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"refresh_s": -1.0}, "refresh_s"),
+        ({"no_such_option": 1}, "no_such_option"),
+        ({"board": "nosuch://board"}, "board scheme 'nosuch' is not known"),
+    ],
+)
+async def test_an_option_of_the_fleet_that_cannot_work_is_an_error_before_anything_is_started(
+    tmp_path: pathlib.Path, options: dict[str, Any], message: str
+) -> None:
+    seen = Seen()
+    with pytest.raises(ValidationError, match=message):
+        async with genapi.launch(engines(), folder=tmp_path, observe=seen, **options):
+            pytest.fail("there is no such fleet")
     assert seen.started == []
 
 
