@@ -269,13 +269,20 @@ class Launcher:
             raise error
 
     def _prepare(self) -> None:
-        """Make the folder, and hold the ports."""
-        if self._root is None:
-            self._root = Path(tempfile.mkdtemp(prefix="genapi-launch-"))
-        else:
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._root = _new_folder(self._root, "launch")
-        (self._root / "shared").mkdir()
+        """Make the folder, and hold the ports.
+
+        Raises:
+            FleetError: the folder cannot be made, or a port is somebody else's.
+        """
+        try:
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix="genapi-launch-"))
+            else:
+                self._root.mkdir(parents=True, exist_ok=True)
+                self._root = _new_folder(self._root, "launch")
+            (self._root / "shared").mkdir()
+        except OSError as error:
+            raise FleetError(f"the folder of the launch cannot be made: {error}") from error
         for need in self._config.needs:
             self._ports[need.component] = _Ports(need)
             self._ready[need.component] = anyio.Event()
@@ -338,7 +345,11 @@ class Launcher:
                 return
 
     async def _begin(self, name: str) -> "_Life":
-        """Begin another life of a component."""
+        """Begin another life of a component.
+
+        Raises:
+            FleetError: the last one survives SIGKILL, or its folder cannot be written.
+        """
         assert self._root is not None  # noqa: S101 - it was made
         number = 1
         if name in self._lives:
@@ -347,11 +358,14 @@ class Launcher:
         deployment = self._plan({name: number})
         component = next(part for part in deployment.components if part.name == name)
         folder = self._root / f"{name}-{number}"
-        folder.mkdir()
         secrets: list[str] = []
         environment = _inherited(deployment.inherit) | _texts(component.environment, secrets)
-        for file, content in component.files.items():
-            _write_secretly(folder / file, json.dumps(_texts(content, secrets)))
+        try:
+            folder.mkdir()
+            for file, content in component.files.items():
+                _write_secretly(folder / file, json.dumps(_texts(content, secrets)))
+        except OSError as error:
+            raise FleetError(f"{name} cannot have its folder {folder}: {error}") from error
         program = Program(
             name,
             component.argv,
@@ -489,7 +503,10 @@ class _Life:
     def forget_files(self) -> None:
         """Remove the files with keys, which it has read."""
         for name in self.component.files:
-            (self._folder / name).unlink(missing_ok=True)
+            try:
+                (self._folder / name).unlink(missing_ok=True)
+            except OSError as error:  # no reason to end what serves
+                _log.error("a file with keys of %s stays: %s", self.component.name, error)
 
 
 class _Ports:

@@ -455,6 +455,47 @@ async def test_a_flag_that_the_engine_refuses_is_in_the_error_as_the_engine_says
             pytest.fail("it cannot have started")
 
 
+async def test_a_folder_that_cannot_be_made_is_an_error_in_no_group(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FleetError, match=r"folder of the launch cannot be made: .*file"):
+        async with genapi.launch(engines(), folder=tmp_path / "file"):
+            pytest.fail("it cannot have started")
+
+
+async def test_a_folder_of_a_component_that_cannot_be_made_is_an_error_in_no_group(
+    tmp_path: pathlib.Path,
+) -> None:
+    config = Beside(engines(), {"no/such": SERVE})
+    with pytest.raises(FleetError, match=r"no/such cannot have its folder .* No such file"):
+        async with genapi.launch(config, folder=tmp_path):
+            pytest.fail("it cannot have started")
+
+
+async def test_a_worker_is_not_restarted_without_its_folder_and_the_error_says_so(
+    tmp_path: pathlib.Path,
+) -> None:
+    launched = genapi.launch(engines(), folder=tmp_path / "logs")
+    async with launched as fleet:
+        (worker,) = (await fleet.snapshot()).workers
+        assert worker.id is not None
+        (tmp_path / "logs").rename(tmp_path / "moved")
+        with pytest.raises(FleetError, match="worker0 cannot have its folder"):
+            await launched.restart(worker.id, worker.url)
+
+
+async def test_a_file_with_keys_that_cannot_be_removed_does_not_end_what_serves(
+    tmp_path: pathlib.Path,
+) -> None:
+    replaces = "import os; os.remove('keys.json'); os.mkdir('keys.json')\n"
+    config = Beside(
+        engines(),
+        {"other": replaces + SERVE + "threading.Event().wait()"},
+        files={"keys.json": {"key": Key(KEY)}},
+    )
+    async with genapi.launch(config, folder=tmp_path) as fleet:
+        assert len((await fleet.generate(request())).output.token_ids) == 8
+
+
 async def test_a_program_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:
     config = engines(python="/no/such/python")
     with pytest.raises(FleetError, match="'/no/such/python' cannot be run: No such file"):

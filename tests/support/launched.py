@@ -53,6 +53,7 @@ class Beside:
     code: Mapping[str, str]
     port: int | None = None
     variables: Mapping[str, str | Key] | None = None
+    files: Mapping[str, Mapping[str, str | Key]] | None = None
     worker: bool = False
     provider: str = "vllm"
 
@@ -74,6 +75,7 @@ class Beside:
                     name=name,
                     argv=(sys.executable, "-c", code, str(port)),
                     environment=self.variables or {},
+                    files=self.files or {},
                     url=f"http://{HOST}:{port}",
                     ready="/",
                     worker=self.worker,
