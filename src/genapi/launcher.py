@@ -560,8 +560,10 @@ def _hold(need: Need, wish: PortWish) -> socket.socket:
     for number in numbers:
         held = socket.socket(family)
         try:
+            if wish.number is not None:  # connections of its last owner may linger there
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((need.host, number))  # without the option at no port that another one holds
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((need.host, number))
         except OSError as error:
             held.close()
             reason = error.strerror or str(error)

@@ -30,7 +30,7 @@ from genapi.events import ComponentEnded, ComponentReady, ComponentStarted, Even
 from genapi.launcher import Launcher
 from genapi.providers import dynamo, sglang
 from genapi.types.config import Key
-from genapi.types.launch import Launchable
+from genapi.types.launch import Deployment, Launchable
 from tests.contract.embedded import greedy, request, weights
 from tests.support.engine_process import STAND_INS
 from tests.support.launched import (
@@ -643,6 +643,18 @@ def test_a_port_is_below_what_the_program_can_read() -> None:
     assert len({*ports, port_of(frontend.url)}) == 21
 
 
+async def test_two_launches_never_choose_one_port(tmp_path: pathlib.Path) -> None:
+    # From the same hundred ports: where they could hold the same ones, they would.
+    code = SERVE + "threading.Event().wait()"
+    first = genapi.launch(Beside(engines(), {"many": code}, more_ports=60), folder=tmp_path)
+    second = genapi.launch(Beside(None, {"many": code}, more_ports=30))
+    async with first:
+        assert first.running is not None
+        held, found = (ports_said(d) for d in (first.running, second.dry_run()))
+    assert (len(held), len(found)) == (60, 30)
+    assert held & found == set()
+
+
 async def test_a_provider_that_is_not_there_is_an_error_before_anything_is_started(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -670,6 +682,13 @@ async def end_by(launched: Launcher, act: Callable[[], object]) -> None:
         act()
         await anyio.sleep(LIMIT_S)
         pytest.fail("the block was not cancelled")
+
+
+def ports_said(deployment: Deployment) -> set[int]:
+    """The ports that `Beside` has asked for besides."""
+    text = deployment.components[-1].environment["MORE_PORTS"]
+    assert isinstance(text, str)
+    return set(map(int, text.split()))
 
 
 def files(folder: pathlib.Path) -> list[str]:

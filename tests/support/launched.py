@@ -47,19 +47,25 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 
 @dataclass(frozen=True)
 class Beside:
-    """A launch with more programs, or programs alone where there is no launch."""
+    """A launch with more programs, or programs alone where there is no launch.
+
+    With `more_ports` each has so many more, of the hundred below 15100, and `MORE_PORTS` is a
+    variable that lists them.
+    """
 
     launch: Launchable | None
     code: Mapping[str, str]
     port: int | None = None
     variables: Mapping[str, str | Key] | None = None
     files: Mapping[str, Mapping[str, str | Key]] | None = None
+    more_ports: int = 0
     worker: bool = False
     provider: str = "vllm"
 
     @property
     def needs(self) -> tuple[Need, ...]:
         ports = {"http": PortWish(number=self.port)}
+        ports |= {f"more{number}": PortWish(below=15100) for number in range(self.more_ports)}
         more = (Need(component=name, host=HOST, ports=ports) for name in self.code)
         return (*(self.launch.needs if self.launch else ()), *more)
 
@@ -70,11 +76,13 @@ class Beside:
         more = []
         for name, code in self.code.items():
             port = places[name].ports["http"]
+            listed = [str(p) for wish, p in places[name].ports.items() if wish != "http"]
+            said = {"MORE_PORTS": " ".join(listed)} if listed else {}
             more.append(
                 Component(
                     name=name,
                     argv=(sys.executable, "-c", code, str(port)),
-                    environment=self.variables or {},
+                    environment={**(self.variables or {}), **said},
                     files=self.files or {},
                     url=f"http://{HOST}:{port}",
                     ready="/",

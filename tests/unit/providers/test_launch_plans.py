@@ -190,7 +190,7 @@ def test_an_ipv6_address_is_written_in_brackets(kind: str) -> None:
         ({"flags": ("--tensor-parallel-size=2",)}, "use tensor_parallel_size="),
         ({"host": "0.0.0.0"}, "no address to be reached by"),  # noqa: S104 - refused
         ({"workers": 2, "ports": (1,)}, "give one for each"),
-        ({"workers": 2, "ports": (1, 1)}, "names one twice"),
+        ({"workers": 2, "ports": (1, 1)}, r"ports \[1\] are given twice"),
         ({"devices": ("0", "1")}, "give one for each"),
         ({"workers": 0}, "greater than or equal to 1"),
         ({"no_such_field": 1}, "not permitted"),
@@ -209,6 +209,8 @@ def test_what_cannot_work_is_refused(kind: str, fields: dict[str, Any], message:
         ({"prefill_workers": 1}, "give both, or neither"),
         ({"workers": 1, "prefill_workers": 1, "decode_workers": 1}, "goes without"),
         ({"ports": (40000,)}, "not below 32768"),
+        ({"frontend_port": 8000, "discovery_port": 8000}, r"ports \[8000\] are given twice"),
+        ({"frontend_port": 8000, "ports": (8000,)}, r"ports \[8000\] are given twice"),
         ({"frontend_flags": ("--http-port=1",)}, "use frontend_port="),
         ({"flags": ("--endpoint=dyn://a.b.c",)}, "use namespace="),
         ({"frontend_flags": ("--etcd", "http://u:pw@h")}, "URL with user info"),
@@ -218,6 +220,14 @@ def test_what_cannot_work_is_refused(kind: str, fields: dict[str, Any], message:
 def test_what_dynamo_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DynamoLaunch(model=MODEL, **fields)
+
+
+@pytest.mark.parametrize("field", ["port", "metrics_port"])
+def test_a_port_that_is_given_to_a_gateway_is_no_worker_s(field: str) -> None:
+    gateway = sglang.Gateway.model_validate({field: 8000})
+    sglang.Launch(model=MODEL, ports=(8001,), gateway=gateway)
+    with pytest.raises(ValidationError, match=r"ports \[8000\] are given twice"):
+        sglang.Launch(model=MODEL, ports=(8000,), gateway=gateway)
 
 
 def test_a_gateway_s_key_is_refused_among_its_flags() -> None:

@@ -8,6 +8,8 @@ The rule of this file: no key on a command line, none in anything that can be sh
 import json
 import re
 import sys
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Self
 
@@ -109,9 +111,17 @@ class LaunchConfig(Value):
                 raise ValueError(
                     f"{name}={given!r} for {self.worker_count} workers: give one for each, or none"
                 )
-        if len(set(self.ports)) != len(self.ports):
-            raise ValueError(f"ports={self.ports!r} names one twice")
+        wishes = (wish for need in self.needs for wish in need.ports.values())
+        given_ports = Counter(wish.number for wish in wishes if wish.number is not None)
+        twice = [port for port, times in given_ports.items() if times > 1]
+        if twice:
+            raise ValueError(f"ports {twice} are given twice; one component listens at each")
         return self
+
+    @property
+    @abstractmethod
+    def needs(self) -> tuple[Need, ...]:
+        """Every component, by what it needs."""
 
     @property
     def worker_count(self) -> int:
