@@ -211,6 +211,11 @@ class Drive:
         """What is published."""
         return self._version
 
+    @property
+    def has_stored(self) -> bool:
+        """Whether it has put the version where workers load it from."""
+        return bool(self._path)
+
     def blame(self, error: BaseException) -> None:
         """Note what the publication failed of: the first error, unless it was superseded."""
         if self.cause is None or isinstance(error, SupersededError):

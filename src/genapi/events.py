@@ -129,7 +129,7 @@ class WorkerLeftOut(Event):
 
 
 class OldVersionsKept(Event):
-    """Files of old versions could not be removed; the next publication tries again."""
+    """Files that nobody needs could not be removed; the next commit tries again."""
 
     version: PolicyVersion
     error: str

@@ -4,6 +4,9 @@ The rule of this file: a version goes only when every worker is known to read no
 that could not be removed fails a publication.
 """
 
+from collections.abc import Awaitable, Callable
+from functools import partial
+
 import anyio
 
 from genapi.errors import GenAPIError
@@ -54,17 +57,25 @@ class Keeping:
     async def tidy(self, committed: PolicyVersion) -> None:
         """Have the store remove what nobody needs; why something stays that should not is told."""
         needed = self._needed()
-        if needed is None:
-            return
+        if needed is not None:
+            await self._remove(committed, partial(self._store.tidy, committed, needed))
+
+    async def withdraw(self, version: PolicyVersion, tx: Transaction) -> None:
+        """Have the store remove what a publication wrote and told nobody to load."""
+        if not any(Op.UPDATE in progress.asked for progress in tx.workers.values()):
+            with anyio.CancelScope(shield=True):
+                await self._remove(version, partial(self._store.discard, version))
+
+    async def _remove(self, told: PolicyVersion, remove: Callable[[], Awaitable[None]]) -> None:
         error: str | None = f"not done within cleanup_s={self._limit_s:g}"
         with anyio.move_on_after(self._limit_s):
             try:
-                await self._store.tidy(committed, needed)
+                await remove()
                 error = None
             except GenAPIError as raised:
                 error = str(raised)
         if error is not None:
-            self._fleet.observe(OldVersionsKept(version=committed, error=error))
+            self._fleet.observe(OldVersionsKept(version=told, error=error))
 
     def _needed(self) -> set[PolicyVersion] | None:
         """Versions that a worker may be reading; None = one was never asked what it holds."""

@@ -405,7 +405,9 @@ class WeightPublisher:
             report = self._settle(drive, everyone, version, left_out)
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
-            await self._write_end(drive, everyone, report, held=held)
+            is_ours = await self._write_end(drive, everyone, report, held=held)
+            if self._keeping is not None and is_ours and drive.has_stored and not report.committed:
+                await self._keeping.withdraw(version, drive.tx)
         if report.committed:
             self._manifest = drive.manifest
             if self._keeping is not None:
@@ -446,17 +448,20 @@ class WeightPublisher:
         report: PublishReport,
         *,
         held: PolicyVersion | None,
-    ) -> None:
+    ) -> bool:
         """Write onto the board how a publication ended that did not commit, or moved a fence.
 
         One that began nothing leaves what was `held` before. A board that does not take it is
-        noted; the report is not lost for that.
+        noted; the report is not lost for that. Returns whether the board is known to be ours: a
+        publisher that took it over may write, and serve, a version of the same name.
         """
         fences = [(worker, member.fence) for worker, member in everyone.items()]
         workers = drive.tx.workers.values()
         fenced = any(fence for _, fence in fences) or any(p.fence for p in workers)
-        if (drive.tx.committed and not fenced) or isinstance(drive.cause, SupersededError):
-            return
+        if isinstance(drive.cause, SupersededError):
+            return False
+        if drive.tx.committed and not fenced:
+            return True
         if drive.tx.committed:
             target = None
         else:
@@ -467,9 +472,12 @@ class WeightPublisher:
                 await self._ledger.end(fences, target=target)
             except GenAPIError as error:
                 drive.blame(error)
+            else:
+                return True
         if scope.cancelled_caught:
             message = f"the board did not take the end within cleanup_s={limit_s:g}"
             drive.blame(TransportError(message, phase="may_have_run"))
+        return False
 
     def _admin_of_all(self, members: Iterable[Member]) -> Admin:
         """What the workers' administrations agree on.

@@ -16,6 +16,7 @@ from anyio.abc import TaskStatus
 
 import genapi
 from genapi import Outcome, WeightPublisher
+from genapi.board import MemoryBoard
 from genapi.embedded import Cluster, Fault
 from genapi.events import Event, OldVersionsKept, PhaseStarted, SenderProgress
 from genapi.transports.memory import MemoryTransport
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = [1, 2, 3]
 LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+PAUSE = {"vllm": "/pause", "sglang": "/pause_generation"}
 CLOSE, REPUBLISH = Recovery.CLOSE_THEN_REPUBLISH, Recovery.REPUBLISH
 
 
@@ -312,6 +314,89 @@ async def test_a_publication_cancelled_before_a_load_leaves_workers_that_hold_th
         await r.serves(3)
 
 
+async def test_attempts_that_told_nobody_to_load_leave_no_files(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path, keep=2)) as p:
+        await p.publish(1, source(1))
+        for step in (2, 2, 3):
+            for worker in r.cluster.workers:
+                worker.faults.add(Fault(PAUSE[protocol], "error"))
+            report = await failed(p, step)
+            assert [x.outcome for x in report.receipts] == [Outcome.UNTOUCHED] * 2
+            assert versions(tmp_path) == ["r-1-1"]
+        with anyio.CancelScope() as scope:
+
+            def cancel(event: Event) -> None:
+                if isinstance(event, PhaseStarted) and event.phase == "begin":
+                    scope.cancel()
+
+            r.on = cancel
+            await p.publish(4, source(4))
+        r.on = lambda _event: None
+        assert versions(tmp_path) == ["r-1-1"]
+        assert (await p.publish(4, source(4))).committed
+        assert versions(tmp_path) == ["r-1-1", "r-4-2"]
+        assert not [event for event in r.events if isinstance(event, OldVersionsKept)]
+
+
+async def test_a_version_that_a_worker_was_told_to_load_stays_though_later_attempts_fail(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+        r.fail(1, "lose_reply")
+        await failed(p, 1)
+        for worker in r.cluster.workers:
+            worker.faults.add(Fault(PAUSE[protocol], "error"))
+        await failed(p, 1)
+        assert versions(tmp_path) == ["r-1-1"]
+        await p.publish(1, source(1))
+        assert versions(tmp_path) == ["r-1-3"]
+
+
+async def test_a_publisher_that_was_superseded_leaves_the_other_ones_files_alone(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    board = MemoryBoard()
+    cluster = Cluster.from_query({"protocol": protocol, "workers": "1"})
+
+    def process(transport: MemoryTransport) -> genapi.Fleet:
+        target = f"embedded://?protocol={protocol}"
+        return genapi.connect(target, transport=transport, run="r", board=board)
+
+    transport = Transport(cluster)
+    async with process(transport) as one, process(MemoryTransport(cluster)) as two:
+        first, second = (
+            WeightPublisher(fleet, transport=Filesystem(tmp_path), timeouts=QUICK)
+            for fleet in (one, two)
+        )
+        await one.wait_ready(timeout_s=5)
+        await two.wait_ready(timeout_s=5)
+
+        async def take_over() -> None:
+            assert (await second.publish(1, source(1))).version.attempt == 1
+
+        transport.before_pause = take_over
+        with pytest.raises(genapi.SupersededError):
+            await first.publish(1, source(1))
+        assert (tmp_path / "r-1-1" / "STABLE").exists()
+
+
+async def test_files_of_a_failed_attempt_that_cannot_be_removed_are_told(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with (
+        rig(protocol) as r,
+        publisher(r, Filesystem(tmp_path, disk=Stubborn())) as p,
+    ):
+        r.cluster.workers[0].faults.add(Fault(PAUSE[protocol], "error"))
+        report = await failed(p, 1)
+        assert "injected" in (report.error or "")
+        (kept,) = [event for event in r.events if isinstance(event, OldVersionsKept)]
+        assert kept.version == report.version
+        assert "cannot be written" in kept.error
+
+
 async def test_one_worker_that_fails_takes_no_other_with_it(
     protocol: str, tmp_path: pathlib.Path
 ) -> None:
@@ -332,7 +417,7 @@ class Stubborn(PosixDisk):
     """Removes nothing from the folder of step 1."""
 
     def remove(self, path: pathlib.Path) -> None:
-        if path.parent.name == "r-1-1":
+        if path.parent.name == "r-1-1" and path.name != ".writing":
             raise PermissionError(13, "Permission denied", str(path))
         super().remove(path)
 

@@ -80,6 +80,11 @@ class Versions:
             return Draft(self._disk, place, manifest, shard_bytes=shard_bytes, lock=lock)
         raise TransportError(f"{place} is removed again and again", phase="not_sent")
 
+    def discard(self, version: PolicyVersion) -> None:
+        """Remove a version, if it is there."""
+        if name_of(version) in self._disk.names(self._directory):
+            self._remove(version)
+
     def stable(self) -> list[PolicyVersion]:
         """Versions that are whole."""
         return [version for version in self._found() if self._is_stable(version)]

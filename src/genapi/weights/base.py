@@ -285,6 +285,14 @@ class WeightStore(WeightTransport, Protocol):
         """
         ...
 
+    async def discard(self, version: PolicyVersion) -> None:
+        """Remove one version that nobody was told to load; one that is not there is removed.
+
+        Raises:
+            GenAPIError: it could not be removed.
+        """
+        ...
+
     async def tidy(self, committed: PolicyVersion, needed: AbstractSet[PolicyVersion]) -> None:
         """Remove versions that nobody needs any more.
 

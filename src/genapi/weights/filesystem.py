@@ -132,6 +132,15 @@ class Filesystem:
             raise
         return str(PurePosixPath(self.worker_dir or fspath(self.dir)) / name_of(version))
 
+    async def discard(self, version: PolicyVersion) -> None:
+        """Remove one version that nobody was told to load; one that is not there is removed.
+
+        Raises:
+            ConfigError: it may not be removed.
+            TransportError: the file system failed.
+        """
+        await self._in_thread(partial(self._versions.discard, version))
+
     async def tidy(self, committed: PolicyVersion, needed: AbstractSet[PolicyVersion]) -> None:
         """Remove versions that nobody needs any more.
 
