@@ -41,6 +41,7 @@ class Keeping:
         self._ledger = ledger
         self._limit_s = limit_s
         self._loading: dict[WorkerId, PolicyVersion] = {}
+        self._failed: set[PolicyVersion] = set()
 
     def note(self, tx: Transaction, version: PolicyVersion) -> None:
         """Take in how a publication ended with each worker.
@@ -58,13 +59,24 @@ class Keeping:
         """Have the store remove what nobody needs; why something stays that should not is told."""
         needed = self._needed()
         if needed is not None:
-            await self._remove(committed, partial(self._store.tidy, committed, needed))
+            await self._remove(committed, partial(self._tidy, committed, needed))
 
     async def withdraw(self, version: PolicyVersion, tx: Transaction) -> None:
-        """Have the store remove what a publication wrote and told nobody to load."""
-        if not any(Op.UPDATE in progress.asked for progress in tx.workers.values()):
+        """Have the store remove what a publication wrote that failed.
+
+        What a worker was told to load goes after a later commit.
+        """
+        if any(Op.UPDATE in progress.asked for progress in tx.workers.values()):
+            self._failed.add(version)
+        else:
             with anyio.CancelScope(shield=True):
                 await self._remove(version, partial(self._store.discard, version))
+
+    async def _tidy(self, committed: PolicyVersion, needed: set[PolicyVersion]) -> None:
+        for version in self._failed - needed:
+            await self._store.discard(version)
+            self._failed.remove(version)
+        await self._store.tidy(committed, needed)
 
     async def _remove(self, told: PolicyVersion, remove: Callable[[], Awaitable[None]]) -> None:
         error: str | None = f"not done within cleanup_s={self._limit_s:g}"

@@ -354,6 +354,22 @@ async def test_a_version_that_a_worker_was_told_to_load_stays_though_later_attem
         assert versions(tmp_path) == ["r-1-3"]
 
 
+async def test_an_attempt_that_failed_takes_no_place_of_a_version_to_roll_back_to(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path, keep=2)) as p:
+        await p.publish(7, source(7))
+        r.fail(1, "lose_reply")
+        await failed(p, 8)
+        assert versions(tmp_path) == ["r-7-1", "r-8-1"]
+        await p.publish(8, source(8))
+        assert versions(tmp_path) == ["r-7-1", "r-8-2"]
+        r.fail(1, "lose_reply")
+        await failed(p, 9)
+        await p.publish(10, source(10))
+        assert versions(tmp_path) == ["r-10-1", "r-8-2"]
+
+
 async def test_a_publisher_that_was_superseded_leaves_the_other_ones_files_alone(
     protocol: str, tmp_path: pathlib.Path
 ) -> None:

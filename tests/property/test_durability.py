@@ -133,16 +133,13 @@ def test_what_serves_what_is_read_and_the_newest_stay_and_nothing_else_of_the_ru
     def place(version: PolicyVersion) -> tuple[int, int]:
         return version.step, version.attempt
 
-    own = sorted(
-        (
-            v
-            for v in stable | {committed}
-            if v.run == committed.run and place(v) <= place(committed)
-        ),
-        key=place,
-    )
-    assert set(own[-keep:]) <= kept
-    assert removed == set(own[:-keep]) - needed
+    own = [
+        v for v in stable | {committed} if v.run == committed.run and place(v) <= place(committed)
+    ]
+    steps = sorted({v.step for v in own})[-keep:]
+    newest = {max((v for v in own if v.step == step), key=place) for step in steps}
+    assert newest <= kept
+    assert removed == set(own) - newest - needed
 
 
 def test_versions_of_somebody_else_and_other_names_are_left_alone() -> None:

@@ -92,12 +92,12 @@ class Versions:
     def tidy(
         self, committed: PolicyVersion, *, needed: AbstractSet[PolicyVersion], keep: int
     ) -> None:
-        """Remove versions of the same run that are older than the newest `keep` up to `committed`.
+        """Remove versions of the same run but those of the newest `keep` steps up to `committed`.
 
         Args:
             committed: what the fleet serves, which stays.
             needed: what a worker may be reading, which stays as well.
-            keep: how many versions stay, `committed` included.
+            keep: of how many steps the newest attempt stays, `committed` included.
         """
         for version in removable(self.stable(), committed, needed=needed, keep=keep):
             self._remove(version)
@@ -143,11 +143,17 @@ def removable(
     needed: AbstractSet[PolicyVersion],
     keep: int,
 ) -> list[PolicyVersion]:
-    """Which whole versions nobody needs any more; those of other runs, and newer ones, stay."""
+    """Which whole versions nobody needs any more; those of other runs, and newer ones, stay.
+
+    Of one step only the newest attempt counts and stays: those before it did not commit.
+    """
     place = (committed.step, committed.attempt)
     older = [v for v in stable if v.run == committed.run and (v.step, v.attempt) < place]
-    older.sort(key=lambda v: (v.step, v.attempt), reverse=True)
-    return [version for version in older[keep - 1 :] if version not in needed]
+    newest = {committed.step: committed}
+    for version in sorted(older, key=lambda v: (v.step, v.attempt), reverse=True):
+        newest.setdefault(version.step, version)
+    kept = [*newest.values()][:keep]
+    return [version for version in older if version not in kept and version not in needed]
 
 
 class Draft:

@@ -61,8 +61,8 @@ class Filesystem:
         base: a model directory; what it holds beside weights (configuration, tokenizer) is copied
             into each version, so that a server can be started from it. None = the weights alone,
             which is all that a running engine asks for.
-        keep: how many versions stay after a commit, the committed one included. What a worker
-            may still be reading stays besides.
+        keep: how many versions stay after a commit, the committed one included, and of each step
+            only its newest attempt. What a worker may still be reading stays besides.
         shard_bytes: most bytes per file; one larger tensor goes alone.
         stage_bytes: most bytes held in memory.
         bucket_bytes: most bytes written at a time.
