@@ -181,7 +181,6 @@ class Draft:
             ]
         )
         self._open: int | None = None
-        self._marked = False
         self._unwanted = threading.Event()
         self._working = threading.Lock()
 
@@ -217,22 +216,23 @@ class Draft:
             self._disk.sync_directory(self._place.parent)
             self._write(_DRAFT, self._digest.encode() + b"\n")
             self._disk.rename(self._place / _DRAFT, self._place / MARKER)
-            self._marked = True
             self._disk.sync_directory(self._place)
             self._let_go()
 
     def discard(self) -> None:
-        """Remove what is not marked, so that it takes no space; waits for whoever writes."""
+        """Remove it, marked or not, so that it takes no space; waits for whoever writes."""
         with self._working:
             file, self._open = self._open, None
             if file is not None:
                 self._disk.close(file)
-            if not self._marked:
-                names = self._disk.names(self._place)
-                for name in sorted(names, key=lambda name: name == _LOCK):
-                    self._disk.remove(self._place / name)
-                self._let_go()
-                self._disk.remove_directory(self._place)
+            names = self._disk.names(self._place)
+            if MARKER in names:
+                self._disk.remove(self._place / MARKER)
+                self._disk.sync_directory(self._place)
+            for name in sorted(names, key=lambda name: name == _LOCK):
+                self._disk.remove(self._place / name)
+            self._let_go()
+            self._disk.remove_directory(self._place)
 
     def _write(self, name: str, content: bytes) -> None:
         self._open = self._disk.create(self._place / name)

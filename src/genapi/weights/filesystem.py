@@ -5,6 +5,7 @@ refuses is an error that names the directory and the remedy, before anybody is p
 """
 
 import errno
+import threading
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -120,15 +121,16 @@ class Filesystem:
             ConfigError: the directory cannot be written, is full, or `base` is no model directory.
             TransportError: the file system failed.
         """
-        draft = await self._in_thread(partial(self._begin, version, manifest))
+        begun = _Begun(partial(self._begin, version, manifest))
         try:
+            draft = await self._in_thread(begun.make)
             async for bucket in buckets:
                 await self._in_thread(partial(draft.add, bucket))
             await self._in_thread(partial(self._finish, draft))
         except BaseException:
-            draft.give_up()
+            begun.give_up()
             with anyio.move_on_after(_GRACE_S, shield=True), suppress(OSError):
-                await run_in_thread(draft.discard, name="genapi-files-discard")
+                await run_in_thread(begun.discard, name="genapi-files-discard")
             raise
         return str(PurePosixPath(self.worker_dir or fspath(self.dir)) / name_of(version))
 
@@ -217,3 +219,33 @@ class Filesystem:
             if error.errno in (errno.ENOTDIR, errno.EEXIST):
                 raise ConfigError(f"{where} is in the way of a directory ({error})") from error
             raise TransportError(f"{where}: {error}", phase="not_sent") from error
+
+
+class _Begun:
+    """A draft that a thread begins, also when nobody waits for it any more."""
+
+    def __init__(self, begin: Callable[[], Draft]) -> None:
+        self._begin = begin
+        self._draft: Draft | None = None
+        self._unwanted = threading.Event()
+        self._beginning = threading.Lock()
+
+    def make(self) -> Draft:
+        """Begin; whoever gives up before or meanwhile finds the draft when it discards."""
+        with self._beginning:
+            if self._unwanted.is_set():
+                raise TransportError("nothing is written: it was given up", phase="not_sent")
+            self._draft = self._begin()
+            return self._draft
+
+    def give_up(self) -> None:
+        """Have whoever writes stop, and begin nothing."""
+        self._unwanted.set()
+        if self._draft is not None:
+            self._draft.give_up()
+
+    def discard(self) -> None:
+        """Remove what was begun; waits for whoever begins or writes."""
+        with self._beginning:
+            if self._draft is not None:
+                self._draft.discard()

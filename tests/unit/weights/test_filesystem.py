@@ -277,6 +277,50 @@ async def test_a_writing_that_is_cancelled_stops_and_removes_what_it_wrote(
     assert disk.writes < 4
 
 
+class Held(PosixDisk):
+    """Holds one call until it is let go, and tells when the next lock was asked for."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.reached, self.go_on, self.locked = (threading.Event() for _ in range(3))
+
+    def _hold(self, here: str) -> None:
+        if here == self.at:
+            self.reached.set()
+            assert self.go_on.wait(20)
+
+    def free(self, path: pathlib.Path) -> int:
+        self._hold("begin")
+        return super().free(path)
+
+    def lock(self, path: pathlib.Path) -> int | None:
+        try:
+            return super().lock(path)
+        finally:
+            self.locked.set()
+
+    def sync_directory(self, path: pathlib.Path) -> None:
+        if (path / "STABLE").exists():
+            self._hold("marked")
+        super().sync_directory(path)
+
+
+@pytest.mark.parametrize("at", ["begin", "marked"])
+async def test_a_writing_that_is_cancelled_leaves_nothing_though_it_was_just_begun_or_all_written(
+    at: str, tmp_path: pathlib.Path
+) -> None:
+    disk = Held(at)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(write, Filesystem(tmp_path, disk=disk))
+        assert await anyio.to_thread.run_sync(disk.reached.wait, 20)
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await anyio.wait_all_tasks_blocked()
+            disk.go_on.set()
+    assert await anyio.to_thread.run_sync(disk.locked.wait, 20)
+    assert folders(tmp_path) == []
+
+
 async def test_a_source_that_fails_half_way_leaves_nothing(tmp_path: pathlib.Path) -> None:
     async def failing() -> AsyncIterator[Bucket]:
         yield await anext(buckets(SOME))
