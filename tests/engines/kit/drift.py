@@ -21,6 +21,7 @@ __all__ = (
     "MISSING",
     "at_release",
     "chosen",
+    "looked_up",
     "names_in",
     "others",
     "outcomes",
@@ -106,6 +107,22 @@ def releases_in(text: str) -> list[str]:
     return [] if found is None else [name.strip() for name in found[1].split(",")]
 
 
+def looked_up(code: int, output: str, errors: str) -> tuple[list[str], str | None]:
+    """The releases that a run of `pip index versions` listed, or why there are none.
+
+    Args:
+        code: its exit status.
+        output: what it printed.
+        errors: what it said to standard error.
+    """
+    found = releases_in(output)
+    if code == 0 and found:
+        return found, None
+    said = [line for line in errors.splitlines() if line.strip()]
+    told = [line for line in said if line.startswith("ERROR")] or said
+    return [], told[-1] if told else f"`pip index versions` ended with {code} and without a list"
+
+
 def others(current: str, available: Iterable[str]) -> list[str]:
     """The release before the pinned one, and the newest where it is another; finished ones only."""
     known: dict[Version, str] = {}
@@ -168,18 +185,27 @@ def outcomes(report: str) -> dict[str, str]:
     return found
 
 
-def table(engine: str, current: str, runs: Mapping[str, Mapping[str, str] | str]) -> list[str]:
+def table(
+    engine: str,
+    current: str,
+    runs: Mapping[str, Mapping[str, str] | str],
+    *,
+    unknown: str | None = None,
+) -> list[str]:
     """How each release did, and every test that ended otherwise than with the pinned one.
 
     Args:
         engine: its name.
         current: the pinned release.
         runs: by release, what became of each test, or why there is nothing to say.
+        unknown: why no other release is known; None = they were looked up, or chosen.
     """
     lines = [f"## {engine}", ""]
     for release, run in runs.items():
         note = " (pinned)" if release == current else ""
         lines.append(f"- {release}{note}: {run if isinstance(run, str) else _counts(run)}")
+    if unknown is not None:
+        lines.append(f"- no other release could be looked up: {unknown}")
     ran = {release: run for release, run in runs.items() if not isinstance(run, str)}
     names = sorted({name for run in ran.values() for name in run})
     changed = [n for n in names if len({run.get(n, "not there") for run in ran.values()}) > 1]
