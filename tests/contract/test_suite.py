@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from genapi.testing.contract import MANIFEST, PROFILES, Case, Memory, Profile, Socket, suite
 from genapi.testing.contract.bodies import BODIES, shows
+from genapi.testing.contract.stand import Rig
 from tests.conftest import is_case_id
 from tests.support.cases import marked
 
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.anyio
 
 DOCS = Path(__file__).parents[2] / "docs"
 MEMORY, SOCKET = Memory(), Socket()
+SHARING = [profile for profile in PROFILES if "socket" not in profile.elsewhere]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,6 +35,30 @@ async def test_in_memory(case: Case) -> None:
 @pytest.mark.parametrize("case", marked(suite(PROFILES, [SOCKET])))
 async def test_behind_a_socket(case: Case) -> None:
     await case.run()
+
+
+@pytest.mark.parametrize("profile", SHARING, ids=lambda profile: profile.provider)
+@pytest.mark.parametrize("how", ["fails", "is_cancelled"])
+async def test_a_body_that_ends_early_leaves_shared_servers_as_it_found_them(
+    profile: Profile, how: str
+) -> None:
+    rig = Rig(profile, SOCKET)
+    scope = anyio.CancelScope()
+    with pytest.raises(AssertionError, match="of the body") if how == "fails" else scope:
+        async with rig.stand(2) as stand:
+            await stand.publisher().publish(1, stand.weights(1))
+            await stand.pause(0)
+            if how == "fails":
+                raise AssertionError("of the body")
+            scope.cancel()
+            await anyio.sleep_forever()
+    async with rig.stand(2) as stand:
+        workers = (await stand.fleet.snapshot()).workers
+        assert [worker.paused for worker in workers] == [False, False]
+        replies = await stand.everywhere()
+        assert len(replies) == 2
+        for reply in replies:
+            stand.check(0, reply)
 
 
 # the manifest

@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, NoReturn
 
+import anyio
+
 import genapi
 from genapi.transports.base import Plane
 from genapi.transports.http_aiohttp import AiohttpTransport
@@ -26,18 +28,25 @@ class Shared:
 
     @asynccontextmanager
     async def put_back(self, profile: Profile, carrier: Carrier) -> AsyncIterator["Shared"]:
-        """Publish seed 0 at the end, where a label or a pause shows that something was done."""
+        """Publish seed 0 at the end, where a label or a pause shows that something was done.
+
+        Also when the body failed or was cancelled: those that come after it are not to blame.
+        """
         target = f"{profile.provider}://{','.join(self.addresses)}"
         run = f"back-{next(_NUMBERS)}"
         try:
             async with genapi.connect(target, run=run, transport=self.transport) as fleet:
                 await fleet.wait_ready(timeout_s=carrier.patience_s)
                 found = [worker.label for worker in (await fleet.snapshot()).workers]
-                yield self
-                left = (await fleet.snapshot()).workers
-                if [worker.label for worker in left] != found or any(w.paused for w in left):
-                    async with publisher(fleet, carrier) as p:
-                        await p.publish(0, carrier.weights(0))
+                try:
+                    yield self
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        left = (await fleet.snapshot()).workers
+                        labels = [worker.label for worker in left]
+                        if labels != found or any(worker.paused for worker in left):
+                            async with publisher(fleet, carrier) as p:
+                                await p.publish(0, carrier.weights(0))
         finally:
             await self.transport.aclose()
 
