@@ -281,10 +281,16 @@ def install_engines(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def engines(session: nox.Session) -> None:
-    """Install real engines and run the tests that need them; arguments after `--` go to pytest."""
+    """Install real engines and run the tests that need them; arguments after `--` go to pytest.
+
+    `-- all` runs those as well that start many servers, which takes an hour.
+    """
     install_engines(session)
-    arguments = session.posargs or ["tests/engines", "tests/chaos"]
-    run(session, DEV, "python", "-m", "pytest", "-m", "engine", *arguments)
+    everything = session.posargs == ["all"]
+    given = [] if everything else session.posargs
+    chosen = "engine" if given or everything else "engine and not long"
+    arguments = given or ["tests/engines", "tests/chaos"]
+    run(session, DEV, "python", "-m", "pytest", "-m", chosen, *arguments)
 
 
 @nox.session(venv_backend="none")

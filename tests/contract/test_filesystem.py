@@ -382,7 +382,7 @@ async def test_a_publisher_that_was_superseded_leaves_the_other_ones_files_alone
         target = f"embedded://?protocol={protocol}"
         return genapi.connect(target, transport=transport, run="r", board=board)
 
-    transport = Transport(cluster)
+    transport = RecordedCalls(cluster)
     async with process(transport) as one, process(MemoryTransport(cluster)) as two:
         first, second = (
             WeightPublisher(fleet, transport=Filesystem(tmp_path), timeouts=QUICK)

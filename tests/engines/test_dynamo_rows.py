@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tests.engines.conftest import Deploy, Models, Oracle
     from tests.engines.kit.server import Server
 
+pytestmark = pytest.mark.long
+
 RPC = "/engine/update_weights_from_distributed"
 START, UPDATE = f"{RPC}:start_weight_update", f"{RPC}:update_weights"
 FINISH, RESUME = f"{RPC}:finish_weight_update", "/engine/resume_generation"

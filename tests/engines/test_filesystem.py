@@ -132,6 +132,7 @@ async def test_published_files_are_served_exactly_and_the_first_weights_come_bac
 
 
 @engine
+@pytest.mark.long
 async def test_replicas_of_sglang_are_published_to_through_files(
     models: Models, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:
@@ -284,6 +285,7 @@ def own(kind: Engine, models: Models, folder: pathlib.Path) -> Iterator[Server]:
 
 
 @engine
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "what"), CASES)
 async def test_a_row_says_what_is_true_of_a_load_and_its_way_back_leads_back(  # noqa: PLR0917 - pytest
     name: str,
@@ -316,6 +318,7 @@ async def test_a_row_says_what_is_true_of_a_load_and_its_way_back_leads_back(  #
 
 
 @engine
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "what"), RUINS)
 async def test_a_server_that_is_gone_in_a_load_is_dead_and_has_to_be_restarted(
     name: str, what: str, models: Models, tmp_path: pathlib.Path
@@ -329,6 +332,7 @@ async def test_a_server_that_is_gone_in_a_load_is_dead_and_has_to_be_restarted(
 
 
 @engine
+@pytest.mark.long
 async def test_a_tensor_of_another_shape_is_rejected_by_vllm_and_healed_by_nothing(
     models: Models, tmp_path: pathlib.Path
 ) -> None:
@@ -344,6 +348,7 @@ async def test_a_tensor_of_another_shape_is_rejected_by_vllm_and_healed_by_nothi
 
 
 @engine
+@pytest.mark.long
 async def test_vllm_without_weight_transfer_loads_files_exactly_but_cannot_be_healed(
     models: Models, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:
@@ -361,6 +366,7 @@ async def test_vllm_without_weight_transfer_loads_files_exactly_but_cannot_be_he
 
 
 @engine
+@pytest.mark.long
 async def test_a_file_that_cannot_be_read_takes_sglang_down_and_nobody_calls_it_healthy(
     models: Models, tmp_path: pathlib.Path
 ) -> None:
@@ -380,6 +386,7 @@ async def test_a_file_that_cannot_be_read_takes_sglang_down_and_nobody_calls_it_
 
 
 @engine
+@pytest.mark.long
 async def test_a_name_that_sglang_does_not_know_is_ignored_in_files_as_well(
     alone: Callable[[str], Server], models: Models, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:
@@ -429,6 +436,7 @@ def die_in_mid_load(*arguments: str) -> None:
 
 
 @engine
+@pytest.mark.long
 async def test_a_trainer_killed_while_workers_load_leaves_what_the_next_one_heals(
     name: str, pair: Sequence[Server], models: Models, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:

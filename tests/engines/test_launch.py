@@ -26,7 +26,7 @@ from tests.support.launched import alive, sessions
 if TYPE_CHECKING:
     from tests.engines.conftest import Models, Reference
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.anyio]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900), pytest.mark.anyio]
 
 START_S = 240.0
 LIMIT_S = 60.0
