@@ -56,7 +56,7 @@ STOP_LIMIT_S = 20.0
 PORT_TRIES = 3
 STARTS_LIMIT_S = 30.0
 LOOK_EVERY_S = 0.2
-LOOK_OFTEN_S = 0.01
+LOOK_OFTEN_S = 0.1  # each look keeps the server from its requests
 PORT_TAKEN = "ddress already in use"
 PORTS = range(15000, 32000)
 """Below those that outgoing connections get: nobody takes one while its server restarts, and no
