@@ -81,7 +81,7 @@ def _receipt(
 ) -> Receipt:
     before = member.version(None)
     proved = result == version.label
-    if proved:
+    if proved and member.id == worker:  # not another process that took its place since
         member.note_label(version.label)
     if isinstance(result, GenAPIError):
         error: str | None = str(result)

@@ -34,11 +34,11 @@ def receipt_of(
     verdict = conclude(tx, progress, verdicts)
     before = parse_label(progress.found.get("label"))
     label = _label_after(progress)
-    member.note_label(label)
     barrier = fence(tx, progress, verdict)
-    if member.id == worker and (barrier is not None or progress.did(Op.PROBE)):
-        # Only what verified this very process lifts a fence.
-        membership.fence(member, barrier)
+    if member.id == worker:  # what is proved of one process is of no other in its place
+        member.note_label(label)
+        if barrier is not None or progress.did(Op.PROBE):
+            membership.fence(member, barrier)
     failure = progress.failure
     found = found_of(tx.label, progress.answers, tx.checks)
     return Receipt(

@@ -3,6 +3,7 @@
 import pathlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -11,13 +12,15 @@ import genapi
 from genapi import Outcome, PublishReport, SupersededError, TransportError, WeightPublisher
 from genapi.board import MemoryBoard, Reading, Token, new_holder, open_board, take_epoch
 from genapi.embedded import Cluster, Fault
-from genapi.events import Event, PhaseEnded, PhaseStarted, WorkerFenced
+from genapi.events import AdminCalled, Event, PhaseEnded, PhaseStarted, WorkerFenced
+from genapi.providers.vllm import Options
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.provider import VLLM
 from genapi.transports.memory import MemoryTransport
 from genapi.types.board import BoardState, BoardWorker
 from genapi.types.worker import Recovery
 from genapi.wire.http import HTTPCall, HTTPReply
+from tests.contract.dynamo import bounds
 from tests.contract.embedded import QUICK, greedy, request, weights
 
 pytestmark = pytest.mark.anyio
@@ -512,3 +515,94 @@ async def test_servers_that_came_back_with_their_first_weights_are_not_adopted_o
         assert (await p.publish(6, source(6))).committed
         await other.snapshot()
         assert (await other.generate(request())).output.token_ids == greedy(6, [1, 2, 3], 8)
+
+
+class _Held(MemoryTransport):
+    """Holds back what the first worker is asked next, where that is wanted.
+
+    Attributes:
+        holds: how many calls are held back from now on.
+        holding: whether one is held back, or was.
+        go_on: what they wait for.
+    """
+
+    holds = 0
+    holding = False
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.go_on = anyio.Event()
+
+    async def send(self, base_url: str, call: HTTPCall, **more: Any) -> HTTPReply:
+        if self.holds and base_url == self.urls[0]:
+            self.holds -= 1
+            self.holding = True
+            await self.go_on.wait()
+        return await super().send(base_url, call, **more)
+
+
+async def test_what_a_replaced_worker_was_proved_to_hold_is_not_believed_of_its_successor() -> None:
+    cluster = Cluster.from_query({"workers": "2"})
+    transport, proved = _Held(cluster), anyio.Event()
+
+    fenced: list[str] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, WorkerFenced):
+            fenced.append(event.reason)
+        elif isinstance(event, PhaseStarted) and (event.version.step, event.phase) == (2, "probe"):
+            transport.holds = 1
+        elif isinstance(event, AdminCalled) and transport.holding and event.worker == "memory://1":
+            proved.set()
+
+    fleet = genapi.connect(
+        "embedded://",
+        transport=transport,
+        run="r",
+        board=MemoryBoard(),
+        refresh_s=1000,
+        observe=observe,
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = publisher(fleet)
+        await p.publish(1, source(1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(p.publish, 2, source(2))
+            with anyio.fail_after(5):
+                await proved.wait()
+            cluster.workers[1].restart()
+            await fleet.snapshot()
+            transport.go_on.set()
+        with pytest.raises(genapi.FleetError, match="took the place of"):
+            await p.adopt(2)
+    assert cluster.workers[1].engine.label == "default"
+    assert len(fenced) == 1  # and was never lifted
+
+
+async def test_what_was_adopted_of_a_replaced_worker_is_not_believed_of_its_successor() -> None:
+    cluster = Cluster.from_query({"workers": "2"})
+    transport = _Held(cluster)
+    labelled = anyio.Event()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, AdminCalled) and event.operation == "label":
+            transport.holds = int(not transport.holding)
+        elif isinstance(event, AdminCalled) and event.operation == "read":
+            labelled.set()
+
+    fleet = genapi.connect(
+        "embedded://", transport=transport, run="r", refresh_s=1000, observe=observe
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publisher(fleet).adopt, 1)
+            with anyio.fail_after(5):
+                await labelled.wait()
+            cluster.workers[1].restart()
+            await fleet.snapshot()
+            transport.go_on.set()
+        replies = [await fleet.generate(request(options=Options(route="openai"))) for _ in range(2)]
+    known = {r.worker.component for r in replies if r.worker is not None and bounds(r)[0]}
+    assert known == {"memory://0"}
