@@ -22,6 +22,7 @@ from genapi.errors import (
     FleetError,
     GenAPIError,
     NotReadyError,
+    ReplyError,
     TransportError,
     UnsupportedError,
 )
@@ -756,9 +757,21 @@ def _exchange(
     asked = provider.encode(
         rendered, wire_id=wire_id, model=model, salt=None, stream=False, pin=pin
     )
-    context = DecodeContext(request=rendered, request_id=wire_id, wire_id=wire_id, worker=member.id)
     reply = yield from call(asked)
-    return provider.decode(reply, context)
+    # Whoever is pinned to has to be named by the reply itself: a pin that was dropped on the way
+    # shows in nothing else.
+    by = member.id if pin is None or not reply.ok else None
+    context = DecodeContext(request=rendered, request_id=wire_id, wire_id=wire_id, worker=by)
+    response = provider.decode(reply, context)
+    if pin is not None and (response.worker is None or not _is_named(pin.worker, response.worker)):
+        who = "somebody who is not named" if response.worker is None else response.worker
+        raise ReplyError(f"{who} answered in place of {pin.worker}", url=reply.url)
+    return response
+
+
+def _is_named(worker: WorkerId, name: WorkerId) -> bool:
+    """Whether a name, which may lack all but the instance, is that worker's."""
+    return name == worker or (not name.component and name.instance == worker.instance)
 
 
 def _directory(provider: Provider, config: FleetConfig) -> Directory | None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,11 +24,13 @@ from genapi import (
     TokenChunk,
     UnsupportedError,
 )
+from genapi.embedded import Cluster
+from genapi.transports.memory import MemoryTransport
 from genapi.types.config import Topology
 from genapi.types.ids import Role
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.weights import Memory, from_tensors
-from genapi.wire.http import HTTPCall, json_body
+from genapi.wire.http import HTTPCall, HTTPReply, json_body
 from tests.contract.dynamo import UPDATE, Deployment, bounds, deployed, instance, until, version
 from tests.contract.embedded import QUICK, greedy, request, weights
 
@@ -526,6 +529,45 @@ async def test_probed_workers_are_scored_by_name_through_the_frontend() -> None:
         assert all("probe" in r.verified for r in report.receipts)
         pins = {body["nvext"].get("backend_instance_id") for body in d.sent()}
         assert {int(d.id(0)), int(d.id(1))} <= pins
+
+
+class _Unpinned(MemoryTransport):
+    """Carries calls past something that drops the pin, and what else is named.
+
+    Attributes:
+        extra_fields: those that it drops.
+    """
+
+    extra_fields: tuple[str, ...] = ()
+
+    async def send(self, base_url: str, call: HTTPCall, **more: Any) -> HTTPReply:
+        if call.path == "/v1/completions":
+            assert call.body is not None
+            body = json.loads(call.body)
+            body["nvext"].pop("backend_instance_id", None)
+            body["nvext"]["extra_fields"] = [
+                name for name in body["nvext"]["extra_fields"] if name not in self.extra_fields
+            ]
+            call = replace(call, body=json_body(body))
+        return await super().send(base_url, call, **more)
+
+
+@pytest.mark.parametrize("extra_fields", [(), ("worker_id",)])
+async def test_scores_count_for_nobody_where_the_pin_to_a_worker_is_dropped(
+    extra_fields: tuple[str, ...],
+) -> None:
+    cluster = Cluster.from_query({"protocol": "dynamo", "workers": "2"})
+    transport = _Unpinned(cluster)
+    transport.extra_fields = extra_fields
+    async with genapi.connect("embedded://?protocol=dynamo", transport=transport) as fleet:
+        await fleet.wait_ready(timeout_s=20)
+        await fleet.generate(request())  # the frontend's next turn is the second worker's
+        publisher = genapi.WeightPublisher(
+            fleet, transport=Memory(), timeouts=QUICK, verify=("label", "probe")
+        )
+        with pytest.raises(PublishError, match="answered in place of") as caught:
+            await publisher.publish(1, from_tensors(weights(1)))
+    assert not any("probe" in receipt.verified for receipt in caught.value.report.receipts)
 
 
 @pytest.mark.parametrize(
