@@ -321,6 +321,8 @@ def test_the_family_is_told_from_the_routes(
     [
         ("/v1/rl/workers", answer({"error": "discovery_failed"}, 500), NotReadyError, "500"),
         ("/v1/rl/workers", HTTPReply(404, b"", {}, LIST), ConfigError, "DYN_ENABLE_RL"),
+        ("/v1/rl/workers", answer({"message": "x"}, 401), AuthError, "in front of it"),
+        ("/v1/rl/workers", answer({"message": "x"}, 403), AuthError, "in front of it"),
         ("/v1/rl/workers", listing(protocol_version=2), ConfigError, "speaks protocol 2"),
         ("/v1/rl/workers", answer(b"<html>"), ReplyError, "breaks its contract"),
         ("/health", answer({"status": "ok"}), ConfigError, "no Dynamo frontend"),

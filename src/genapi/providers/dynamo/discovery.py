@@ -211,10 +211,13 @@ def _list(reply: HTTPReply) -> list[_Worker]:
     """The entries of the list, each once.
 
     Raises:
+        AuthError: the key is refused.
         NotReadyError: it cannot be read now.
         ConfigError: no such list is there, or it speaks another protocol.
         ReplyError: an entry breaks the contract.
     """
+    if reply.status in (UNAUTHORIZED, FORBIDDEN):
+        raise error_of(reply, now=0.0)
     if not reply.ok:
         text = error_text(reply.body).message
         if reply.status >= 500:  # noqa: PLR2004 - any failure of the listing's own
