@@ -411,6 +411,23 @@ def test_a_worker_that_does_not_say_that_it_lives_is_an_error(
         inspect(facts(), lambda call: reply if "liveness" in call.path else answer({"version": 1}))
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"status": "error", "message": "x"},
+        {"status": "failed", "message": "x"},
+        {"error": "x"},
+        {"success": False, "message": "x"},
+    ],
+)
+def test_a_failure_inside_a_200_is_no_label(failure: dict[str, Any]) -> None:
+    def replies(call: HTTPCall) -> HTTPReply:
+        return answer({"alive": True} if "liveness" in call.path else failure)
+
+    with pytest.raises(ProviderError):
+        inspect(facts(), replies)
+
+
 def test_nobody_is_asked_about_a_worker_without_an_address() -> None:
     known = facts(system_url=None)
     assert inspect(known, lambda _: answer({}, 500)) == (known, [])

@@ -20,6 +20,7 @@ from genapi.providers.base import Capabilities, Listed, Listing, WorkerFacts
 from genapi.providers.dynamo.errors import error_of, error_text
 from genapi.providers.dynamo.ranks import worker_ranks
 from genapi.providers.dynamo.routes import Family, family_of, lacking
+from genapi.providers.shapes.answers import unless_failed
 from genapi.providers.shapes.errors import (
     BAD_GATEWAY,
     FORBIDDEN,
@@ -200,7 +201,7 @@ def require(reply: HTTPReply) -> dict[str, Any]:
     if not reply.ok:
         raise error_of(reply, now=0.0)
     body = reply.json_object()
-    if body.get("status") == "error" or body.get("success") is False:
+    if unless_failed(reply) is None:
         raise ProviderError(
             f"{reply.url}: {error_text(reply.body).message}", status=reply.status, body=reply.body
         )
