@@ -365,11 +365,19 @@ class Client:
     async def _refined(
         self, run: Run, response: GenerateResponse, context: DecodeContext
     ) -> GenerateResponse:
-        """The reply with what the worker makes of its tokens."""
+        """The reply with what the worker makes of its tokens.
+
+        Raises:
+            IncompleteError: it makes nothing of them; `.partial` has them. They are not made anew.
+        """
         sending = run.current
         assert sending is not None  # noqa: S101 - a reply has a sending
         flow = self._provider.refine(response, context.request, model=sending.model)
-        return await self._ask(run, sending, flow, operation="refine")
+        try:
+            return await self._ask(run, sending, flow, operation="refine")
+        except GenAPIError as error:
+            why = f"the tokens came, and the server could not read them: {error}"
+            raise IncompleteError(why, partial=response) from error
 
     async def _ask(self, run: Run, sending: Sending, flow: Flow[T], *, operation: str) -> T:
         try:

@@ -423,6 +423,7 @@ class Fleet:
             ProviderError: the server answered an error that no retry mended.
             TransportError: no usable answer, or none within `timeout_s`.
             ReplyError: the answer breaks its contract.
+            IncompleteError: the server could not read what it generated; `partial` has the tokens.
             FleetError: no worker may get traffic.
         """
         return await self._requests().generate(request)

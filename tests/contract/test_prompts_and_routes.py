@@ -16,13 +16,14 @@ from genapi import (
     TransportError,
     UnsupportedError,
 )
-from genapi.embedded import Cluster
+from genapi.embedded import Cluster, Fault
 from genapi.embedded.texts import THOUGHT, TOOL
 from genapi.providers import sglang, vllm
 from genapi.transports.memory import MemoryTransport
 from genapi.types.response import Finished, TokenChunk
 from genapi.wire.http import HTTPCall, HTTPReply
 from tests.contract.embedded import Rig, rig
+from tests.support.recorded import RecordedCalls
 
 CHAT = [{"role": "user", "content": "7 8 9"}]
 FORMS: list[dict[str, Any]] = [
@@ -287,6 +288,38 @@ async def test_a_prompt_is_rendered_again_where_it_is_sent_again() -> None:
         reply = await running.fleet.generate(asked({"prompt": "7 8"}))
     assert reply.prompt_token_ids == [7, 8]
     assert len(reply.attempts) > 1
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"action": "error", "status": 503},
+        {"action": "error", "status": 400},
+        {"action": "lose_reply"},
+    ],
+)
+async def test_tokens_that_the_server_could_not_read_are_kept_and_not_made_anew(
+    failure: dict[str, Any], streams: bool
+) -> None:
+    cluster = Cluster.from_query({"protocol": "vllm", "reasoning_parser": "true"})
+    transport = RecordedCalls(cluster)
+    request = asked({"messages": CHAT}, tools=TOOLS)
+    async with genapi.connect("embedded://?protocol=vllm", transport=transport) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        whole = await fleet.generate(request)
+        transport.calls.clear()
+        cluster.workers[0].faults.add(Fault("/v1/chat/completions/derender", **failure))
+        with pytest.raises(IncompleteError, match="could not read them") as raised:
+            await (_drained(fleet, request) if streams else fleet.generate(request))
+    assert raised.value.partial.output.token_ids == whole.output.token_ids
+    assert len(transport.bodies("/inference/v1/generate")["memory://0"]) == 1
+
+
+async def _drained(fleet: genapi.Fleet, request: GenerateRequest) -> None:
+    async with fleet.stream(request) as events:
+        async for _ in events:
+            pass
 
 
 class _Holding(MemoryTransport):
