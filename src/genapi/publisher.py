@@ -333,7 +333,8 @@ class WeightPublisher:
         Raises:
             ConfigError: the step is not newer, the cache decisions do not fit the mode, or
                 `probe_logprobs` does not fit the probe.
-            FleetError: a worker was never reached, or not restarted (in time).
+            FleetError: a worker was never reached, or not restarted (in time); or fewer than
+                `min_workers` are listed.
             AuthError, ConfigError: from a server that might have had to be restarted.
             PublishError: not every worker committed; `.report` has a receipt for each.
         """
@@ -383,6 +384,7 @@ class WeightPublisher:
         """One attempt: its report, and what it failed of."""
         serve = self._min_workers is not None
         everyone = await self._everyone(fresh=serve)
+        self._check_listed()
         version = self._version_to_publish(step, everyone)
         if version.attempt > 1 and not serve:
             # Somebody else may have finished the step since this process read the workers.
@@ -528,10 +530,21 @@ class WeightPublisher:
             return
         if self._fleet.is_discovered:
             await self._fleet.snapshot()  # who is listed now
+            self._check_listed()
+            return
         there = len(self._fleet.membership.members)
         if self._min_workers > there:
             message = f"min_workers={self._min_workers}, and the fleet has {there} workers"
             raise ConfigError(message)
+
+    def _check_listed(self) -> None:
+        """Raise where a directory lists fewer workers than have to serve; more may come back."""
+        if self._min_workers is None or not self._fleet.is_discovered:
+            return
+        self._fleet.check_discovered(whole=False)
+        there = len(self._fleet.membership.members)
+        if self._min_workers > there:
+            raise FleetError(f"{there} workers are listed, and min_workers={self._min_workers}")
 
     def _run_of(self, step: int | PolicyVersion, members: Mapping[WorkerId, Member]) -> str:
         membership = self._fleet.membership

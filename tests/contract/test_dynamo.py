@@ -377,8 +377,24 @@ async def test_the_workers_that_have_to_serve_are_those_that_are_listed_however_
     async with genapi.connect(target) as fleet, publisher(fleet, 2) as p:
         assert (await p.publish(1, from_tensors(weights(1)))).committed
     async with genapi.connect(target) as fleet, publisher(fleet, 3) as p:
-        with pytest.raises(ConfigError, match="min_workers=3, and the fleet has 2 workers"):
+        with pytest.raises(FleetError, match="2 workers are listed, and min_workers=3"):
             await p.publish(1, from_tensors(weights(1)))
+
+
+async def test_fewer_than_have_to_serve_are_no_mistake_of_the_user_whenever_one_leaves() -> None:
+    serve: dict[str, Any] = {"on_partial": "serve", "min_workers": 2}
+    async with deployed(2) as d:
+        await d.publish(1, **serve)
+        d.workers[1].kill()
+
+        async def restart(_worker: Any, _url: str) -> None:
+            await d.cluster.clock.sleep(30)  # its lease ends, and it is listed no more
+            raise OSError("nothing to start it on")
+
+        for restarter in (restart, None):
+            with pytest.raises(FleetError, match="1 workers are listed, and min_workers=2"):
+                await d.publish(2, **serve, restarter=restarter)
+        assert d.workers[0].engine.label == "genapi:r:1:1"
 
 
 async def test_nothing_is_published_to_less_than_the_expected_topology() -> None:
