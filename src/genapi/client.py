@@ -467,7 +467,7 @@ class Client:
         sending = run.current
         assert sending is not None  # noqa: S101 - a reply has a sending
         self._heed(sending.remarks)
-        worker = self._named(response.worker) or sending.worker
+        worker = self._named(response.worker)
         attempt = Attempt(wire_id=sending.wire_id, worker=worker)
         rules, salted = self._membership.rules, sending.salted
         outputs = tuple(

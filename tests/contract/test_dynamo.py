@@ -586,6 +586,34 @@ async def test_scores_count_for_nobody_where_the_pin_to_a_worker_is_dropped(
     assert not any("probe" in receipt.verified for receipt in caught.value.report.receipts)
 
 
+async def test_a_reply_that_moved_though_it_was_pinned_names_nobody() -> None:
+    cluster = Cluster.from_query({"protocol": "dynamo", "workers": "3", "migration_limit": "3"})
+    target, transport = "embedded://?protocol=dynamo", _Unpinned(cluster)
+    replies: list[GenerateResponse] = []
+    async with genapi.connect(target, transport=transport, refresh_s=1000) as fleet:
+        await fleet.wait_ready(timeout_s=20)
+        async with genapi.WeightPublisher(fleet, transport=Memory(), timeouts=QUICK) as publisher:
+            await publisher.publish(1, from_tensors(weights(1)))
+        cluster.workers[2].restart()
+        await fleet.snapshot()  # from now on requests are pinned to those that hold the version
+
+        async def ask() -> None:
+            replies.append(await fleet.generate(request(tokens=100)))
+
+        async def kill_while_it_runs() -> None:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await until(lambda: any(w.engine.num_running for w in cluster.workers))
+                busy = next(w for w in cluster.workers if w.engine.num_running)
+                await until(lambda: len(busy.engine.requests[0].tracks[0].output) > 20)
+                busy.kill()
+
+        with pytest.warns(genapi.GenAPIWarning, match="moved the request to another worker"):
+            await kill_while_it_runs()
+    assert replies[0].worker is None
+    assert replies[0].attempts[-1].worker is None
+
+
 @pytest.mark.parametrize(
     ("query", "options", "match"),
     [
