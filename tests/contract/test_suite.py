@@ -78,8 +78,28 @@ def test_a_body_without_an_id_of_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize("excluded", [{"publish:nothing": "why"}, {"publish:commit": " "}])
 def test_an_exclusion_without_a_behaviour_or_a_reason_is_refused(excluded: dict[str, str]) -> None:
-    profile = Profile(provider="x", paths={}, logprobs_mode="raw", excluded=excluded)
+    paths = PROFILES[0].paths
+    profile = Profile(provider="x", paths=paths, logprobs_mode="raw", excluded=excluded)
     with pytest.raises(ValueError, match="x: excluded"):
+        suite([profile], [MEMORY])
+
+
+def test_a_profile_that_lacks_routes_is_refused_and_they_are_named() -> None:
+    profile = Profile(
+        provider="x",
+        logprobs_mode="raw",
+        paths={
+            "health": "/health",
+            "generate": "/generate",
+            "pause": "/pause",
+            "resume": "/resume",
+            "begin": "/begin",
+            "update": "/update",
+            "finish": "/finish",
+            "label": "",
+        },
+    )
+    with pytest.raises(ValueError, match=r"^x: paths lacks 'join', 'label'$"):
         suite([profile], [MEMORY])
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from . import discovery, failures, generation, publication, versions
 from .bodies import BODIES
 from .manifest import MANIFEST, Behaviour
-from .stand import Carrier, Profile, Rig
+from .stand import Carrier, Operation, Profile, Rig
 
 __all__ = ("Case", "suite")
 
@@ -34,13 +35,17 @@ def suite(profiles: Iterable[Profile], carriers: Iterable[Carrier]) -> tuple[Cas
     """Every case of these providers on these carriers that nothing excludes.
 
     Raises:
-        ValueError: a profile excludes a behaviour that there is not, or gives no reason.
+        ValueError: a profile lacks a route, excludes a behaviour that there is not, or gives no
+            reason.
     """
     brought = tuple(carriers)
     return tuple(case for profile in profiles for case in _cases(profile, brought))
 
 
 def _cases(profile: Profile, carriers: tuple[Carrier, ...]) -> Iterator[Case]:
+    missing = [name for name in get_args(Operation) if not profile.paths.get(name)]
+    if missing:
+        raise ValueError(f"{profile.provider}: paths lacks {', '.join(map(repr, missing))}")
     unknown = sorted(set(profile.excluded) - {behaviour.id for behaviour in MANIFEST})
     if unknown or not all(reason.strip() for reason in profile.excluded.values()):
         raise ValueError(
