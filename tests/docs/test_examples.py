@@ -2,6 +2,8 @@
 
 A page is one program: its `python` fences run in order and share their names. `await`,
 `async with` and `async for` may stand at the top level; each fence has an event loop of its own.
+Each can be pasted line by line into `python -m asyncio`, those that are not run here as well: a
+blank line ends a block there, so that none stands within one and one follows each.
 An example that cannot run here says why in the page's source, on a line of its own before it:
 
     <!-- skip: next "needs a vLLM server" -->
@@ -9,6 +11,7 @@ An example that cannot run here says why in the page's source, on a line of its 
 
 import ast
 import asyncio
+import codeop
 import inspect
 import pathlib
 import re
@@ -25,6 +28,7 @@ PAGES = sorted(
     if "changelog.d" not in page.parts
 )
 FENCE = re.compile(r"^\s*(?:```|~~~)[ \t]*(\S[^\n]*)$", re.MULTILINE)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-+ *skip:[^\n]*")
 REASONED_SKIP = re.compile(r'<!-+ *skip: next "[^"\n]{8,}" *-+>')
 
@@ -41,6 +45,23 @@ def run_fence(example: sybil.Example) -> None:
 
 def examples_of(page: pathlib.Path) -> sybil.Document:
     return sybil.Document.parse(str(page), CodeBlockParser("python", run_fence), SkipParser())
+
+
+def paste(source: str) -> None:
+    """Compile as `python -m asyncio` does what is pasted into it.
+
+    Raises:
+        SyntaxError: it reads a statement's end where there is none, or none where there is one.
+    """
+    compiler = codeop.CommandCompiler()
+    compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    waiting: list[str] = []
+    for line in [*source.splitlines(), ""]:
+        waiting.append(line)
+        if compiler("\n".join(waiting), "<pasted>", "single") is not None:
+            waiting.clear()
+    if waiting:
+        raise SyntaxError(f"no end: {waiting}")
 
 
 def page_id(page: pathlib.Path) -> str:
@@ -67,6 +88,26 @@ def test_no_example_escapes_by_an_unusual_fence_or_a_skip_without_a_reason(
     languages = {info.strip() for info in FENCE.findall(text)}
     assert {info for info in languages if info.lower().startswith("py")} <= {"python"}
     assert [skip for skip in SKIP.findall(text) if not REASONED_SKIP.match(skip)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_example_of_a_page_can_be_pasted_line_by_line(page: pathlib.Path) -> None:
+    for fence in PYTHON.finditer(page.read_text(encoding="utf-8")):
+        paste(fence[1])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if True:\n    a = 1\n\n    b = 2\n",
+        "async with a:\n    b = 1\nassert b\n",
+        "a = [\n    1,\n",
+    ],
+    ids=["a blank line within a block", "no blank line after a block", "no end"],
+)
+def test_what_cannot_be_pasted_is_refused(source: str) -> None:
+    with pytest.raises(SyntaxError):
+        paste(source)
 
 
 def test_an_example_may_await_at_the_top_level_and_a_failing_one_names_its_line(
