@@ -69,7 +69,8 @@ The run fails unless all of this holds, for every line:
 
 **receipts**
 :   `outcome`, `evidence` and `recovery` of worker 1 and worker 2;
-    [what they mean](publishing.md#when-something-fails).
+    [what they mean](publishing.md#when-something-fails), and [what each word of
+    evidence stands for](../reference/vllm-evidence.md).
 
 **what serves then**
 :   What short requests got after the failure and before anything was done about it.
