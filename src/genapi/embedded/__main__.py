@@ -11,9 +11,10 @@ from pathlib import Path
 import anyio
 
 from .faults import parse_faults
-from .server import serve
 
 __all__ = ()
+
+_EXTRA = ("httptools", "uvicorn")
 
 
 def main() -> int:
@@ -35,6 +36,15 @@ def main() -> int:
         parser.error(f"expected pairs of --option value, got {' '.join(rest)}")
     options = {name[2:].replace("-", "_"): text for name, text in zip(names, texts, strict=True)}
     options["protocol"] = known.protocol
+
+    try:
+        from .server import serve  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        parser.exit(
+            2, f"{parser.prog} needs {error.name}: install genapi with its extra 'embedded'\n"
+        )
 
     async def run() -> int:
         return await serve(

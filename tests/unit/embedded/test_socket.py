@@ -252,3 +252,15 @@ def test_unknown_options_are_refused() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2
     assert "bogus" in done.stderr
+
+
+@pytest.mark.parametrize("lacking", ["uvicorn", "httptools"])
+def test_without_its_extra_the_program_says_so_in_one_line(lacking: str) -> None:
+    program = (
+        f"import runpy, sys; sys.modules[{lacking!r}] = None; sys.argv = ['embedded']; "
+        "runpy.run_module('genapi.embedded', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    wanted = f"needs {lacking}: install genapi with its extra 'embedded'\n"
+    assert (done.returncode, done.stderr) == (2, f"python -m genapi.embedded {wanted}")
