@@ -66,7 +66,8 @@ async def take_epoch(
         if written is not None:
             return Lease(board, Reading(state, written), found=found, clock=clock)
     raise SupersededError(
-        f"{holder!r} lost {_TRIES} tries to take the board to other writers, {_named(found)}",
+        f"{holder!r} lost {_TRIES} tries to take the board to other writers, {_named(found)}: "
+        "another publisher is at work, so stop this one",
         holder=found.holder if found else None,
         epoch=found.epoch if found else None,
     )
@@ -192,7 +193,8 @@ class Lease:
         state, token = await self._board.read()
         if state is None or (state.epoch, state.holder) != (self.epoch, self.holder):
             raise SupersededError(
-                f"epoch {self.epoch} of {self.holder!r} is over: the board shows {_named(state)}",
+                f"epoch {self.epoch} of {self.holder!r} is over: the board shows {_named(state)}; "
+                f"{self._why_over(state)}, so stop this publisher",
                 holder=state.holder if state else None,
                 epoch=state.epoch if state else None,
             )
@@ -201,6 +203,11 @@ class Lease:
         # else the board lost writes of this lease: the next one makes them anew
         self._token = token
         return state
+
+    def _why_over(self, state: BoardState | None) -> str:
+        if state is None or state.epoch < self.epoch:
+            return "it lost what this one wrote"
+        return "another publisher took over"
 
 
 def _named(state: BoardState | None) -> str:

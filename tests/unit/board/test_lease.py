@@ -107,6 +107,7 @@ async def test_of_two_holders_the_older_learns_that_it_is_superseded(board: Boar
         with pytest.raises(SupersededError, match=r"epoch 1 of 'older'.*2 of 'newer'") as caught:
             await call()
         assert (caught.value.holder, caught.value.epoch) == ("newer", 2)
+        assert "another publisher took over, so stop this publisher" in str(caught.value)
     assert await newer.check() == newer.state == (await board.read()).state
 
 
