@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+import genapi
 from genapi.errors import ConfigError
 from genapi.transports.http import call_url
 from genapi.types.config import FleetConfig, base_url, parse_target
@@ -107,6 +108,8 @@ def test_an_embedded_target_keeps_its_query() -> None:
         ("w1:8001", "no scheme"),
         ("://w1:8001", "PROVIDER"),
         ("vllm+ftp://w1:8001", "PROVIDER"),
+        ("http://127.0.0.1:8000", "no provider; write for example vllm://127.0.0.1:8000$"),
+        ("https://w1:8001", r"no provider; write for example vllm\+https://w1:8001$"),
         ("vllm://", "no address"),
         ("vllm://,", "no address"),
         ("vllm://w1:8001,w1:8001", "twice"),
@@ -119,9 +122,20 @@ def test_an_embedded_target_keeps_its_query() -> None:
 )
 def test_a_target_that_cannot_be_read_says_why(target: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse_target(target)
-    with pytest.raises(ValueError, match=words):
+        genapi.connect(target)
+    with pytest.raises(ValueError, match=words.removesuffix("$")):
         FleetConfig(target=target)
+
+
+def test_an_address_without_a_provider_is_refused_without_its_password() -> None:
+    with pytest.raises(ConfigError, match=r"vllm://w1:8001$") as caught:
+        genapi.connect("http://me:secret@w1:8001")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_provider_that_is_not_known_is_told_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"known are dynamo, .*sglang, .*vllm, and embedded"):
+        genapi.connect("nosuch://w1:8001")
 
 
 @pytest.mark.parametrize(

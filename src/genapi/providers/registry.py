@@ -46,7 +46,8 @@ def provider(name: str) -> Provider:
         return cast("Provider", _load(_BUILT_IN[name])())
     for point in entry_points(group=_GROUP, name=name):
         return cast("Provider", point.load()())
-    message = f"unknown provider {name!r}; known are {', '.join(provider_names())}"
+    known = ", ".join(provider_names())
+    message = f"unknown provider {name!r}; known are {known}, and embedded for servers in memory"
     raise ConfigError(message)
 
 

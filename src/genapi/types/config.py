@@ -239,6 +239,13 @@ def parse_target(text: str) -> Target:
     if not name or secure not in ("", "https", "http"):
         message = f"target scheme {head!r} is not PROVIDER or PROVIDER+https"
         raise ConfigError(message)
+    if name in ("http", "https"):
+        shown = rest.rpartition("@")[2]  # what stands before it may be a password
+        secured = "+https" if name == "https" else ""
+        message = (
+            f"target {name}://{shown} names no provider; write for example vllm{secured}://{shown}"
+        )
+        raise ConfigError(message)
     scheme = secure or "http"
     addresses, _, query_text = rest.partition("?")
     query = _query(query_text)
