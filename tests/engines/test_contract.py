@@ -40,7 +40,7 @@ class Real:
 
     name: CarrierName = "real"
     prompt = PROMPT
-    long = 1500
+    long = 3500
     timeouts = LIMITS
     patience_s = 60.0
     pair: tuple[Server, Server]
