@@ -28,6 +28,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,9 @@ class GlooGroup:
         self._group: Any = None  # a ProcessGroupGloo, or None
         self._leaving: threading.Thread | None = None
         self._world_size = 0
-        self._listener, self.host, self.port = _listen(host)
+        self.host, self.port, self._listener = _listen(host)
+        # Once; at the latest when nobody holds the group any more.
+        self._stop_listening = weakref.finalize(self, os.close, self._listener)
         self._store, self._client = self._open_store()
 
     def join(self, world_size: int, *, timeout_s: float) -> None:
@@ -203,7 +206,7 @@ class GlooGroup:
             elif self._plain and not self._closed.is_set():
                 self._leave_by(self._turn_away, daemon=True)  # nobody has to call `close`
                 return
-            self._listener.close()
+            self._stop_listening()
 
     def close(self, *, timeout_s: float) -> bool:
         """Abandon the group and wait until all it held is free; false if that takes longer."""
@@ -224,7 +227,7 @@ class GlooGroup:
             self.port,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=os.dup(self._listener.fileno()),
+            master_listen_fd=os.dup(self._listener),
         )
         return store, _c10d.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
 
@@ -236,13 +239,15 @@ class GlooGroup:
 
     def _turn_away(self) -> None:
         """Until the group is closed, let every late receiver in and hang up on it."""
-        with self._listener:
+        try:
             while not self._closed.is_set():
                 store, client = self._open_store()
                 # A receiver writes the first key as soon as its connection stands.
                 while not client.num_keys() and not self._closed.wait(_LOOK_EVERY_S):
                     pass
                 del store, client
+        finally:
+            self._stop_listening()
 
     def _broadcast(self, data: torch.Tensor, deadline: float) -> None:
         options = _c10d.BroadcastOptions()
@@ -345,7 +350,7 @@ def _payload(tensors: Sequence[Any]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _listen(host: str) -> tuple[socket.socket, str, int]:
+def _listen(host: str) -> tuple[str, int, int]:
     """Listen on a free port of this address only; a store left to itself listens on all."""
     family, kind, _, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     address = str(target[0])
@@ -358,7 +363,8 @@ def _listen(host: str) -> tuple[socket.socket, str, int]:
     except OSError:
         listener.close()
         raise
-    return listener, address, int(listener.getsockname()[1])
+    port = int(listener.getsockname()[1])
+    return address, port, listener.detach()
 
 
 def _until(deadline: float) -> dt.timedelta:
