@@ -603,6 +603,7 @@ async def test_what_was_adopted_of_a_replaced_worker_is_not_believed_of_its_succ
             cluster.workers[1].restart()
             await fleet.snapshot()
             transport.go_on.set()
-        replies = [await fleet.generate(request(options=Options(route="openai"))) for _ in range(2)]
-    known = {r.worker.component for r in replies if r.worker is not None and bounds(r)[0]}
-    assert known == {"memory://0"}
+        asked = [request(session=name, options=Options(route="openai")) for name in "abcdefgh"]
+        replies = [await fleet.generate(one) for one in asked]
+    told = {(r.worker.component, bounds(r)[0] is not None) for r in replies if r.worker is not None}
+    assert told == {("memory://0", True), ("memory://1", False)}
