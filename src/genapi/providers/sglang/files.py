@@ -15,7 +15,7 @@ from typing import Any
 from genapi.providers.base import WorkerFacts
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.verdicts import answer_of
-from genapi.providers.shapes.answers import nothing, unreadable
+from genapi.providers.shapes.answers import unreadable
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -30,7 +30,7 @@ from genapi.publication.evidence import (
 from genapi.publication.plan import PausePlan
 from genapi.publication.rules import RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
-from genapi.wire.flow import Flow, call
+from genapi.wire.flow import Flow, call, nothing_to_ask
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "SGLangFiles")
@@ -196,7 +196,7 @@ class SGLangFiles(SGLangAdmin):
 
     def begin(self) -> Flow[Answer]:
         """Nothing has to be opened."""
-        return nothing()
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Load the directory `weights_path`; answers when every replica has loaded it."""
@@ -228,8 +228,8 @@ class SGLangFiles(SGLangAdmin):
     def finish(self, label: str | None) -> Flow[Answer]:
         """Nothing has to be closed; the label is a call of its own."""
         del label
-        return nothing()
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def close(self) -> Flow[Answer]:
         """Nothing is open."""
-        return nothing()
+        return nothing_to_ask(Answer(Observed.DONE))

@@ -11,10 +11,9 @@ from dataclasses import replace
 from genapi.errors import ReplyError
 from genapi.providers.shapes.errors import BAD_GATEWAY, GATEWAY_TIMEOUT
 from genapi.publication.evidence import Answer, Observed, Op, Pattern
-from genapi.wire.flow import Flow
 from genapi.wire.http import HTTPReply
 
-__all__ = ("matched", "nothing", "unless_failed", "unreadable")
+__all__ = ("matched", "unless_failed", "unreadable")
 
 _FAILED = ("error", "failed")  # engines that did it say "paused", "resumed", "ok"
 
@@ -51,12 +50,6 @@ def matched(
         # Something in between gave up on the worker, which may have acted.
         return Answer(Observed.LOST, detail)
     return None
-
-
-def nothing() -> Flow[Answer]:
-    """What is done when there is nothing to ask of an engine."""
-    yield from ()
-    return Answer(Observed.DONE)
 
 
 def unreadable(answer: Answer, path: str) -> Answer:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from genapi.providers.base import WorkerFacts
-from genapi.providers.shapes.answers import nothing, unreadable
+from genapi.providers.shapes.answers import unreadable
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.verdicts import answer_of
 from genapi.publication.evidence import (
@@ -32,7 +32,7 @@ from genapi.publication.evidence import (
 from genapi.publication.plan import PausePlan
 from genapi.publication.rules import RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
-from genapi.wire.flow import Flow, call
+from genapi.wire.flow import Flow, call, nothing_to_ask
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "VLLMFiles")
@@ -215,7 +215,7 @@ class VLLMFiles(VLLMAdmin):
 
     def begin(self) -> Flow[Answer]:
         """Nothing has to be opened."""
-        return nothing()
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Load the directory `weights_path`; answers when every rank has loaded it."""
@@ -235,8 +235,8 @@ class VLLMFiles(VLLMAdmin):
     def finish(self, label: str | None) -> Flow[Answer]:
         """Nothing has to be closed; the label is a call of its own."""
         del label
-        return nothing()
+        return nothing_to_ask(Answer(Observed.DONE))
 
     def close(self) -> Flow[Answer]:
         """Nothing is open."""
-        return nothing()
+        return nothing_to_ask(Answer(Observed.DONE))
