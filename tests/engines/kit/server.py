@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from tests.engines.kit.cores import keep_apart
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -363,12 +365,13 @@ def spawn(
 
 
 def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
-    """Return when the server answers.
+    """Return when the server answers, its engine on cores of its own.
 
     Raises:
         ServerError: it ended, or did not answer within `limit_s`.
     """
     wait_for(server.is_healthy, server, limit_s=limit_s)
+    keep_apart(server.pid)
 
 
 def wait_for(

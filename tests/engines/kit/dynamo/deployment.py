@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.engines.kit.cores import keep_apart
 from tests.engines.kit.server import (
     SETTINGS,
     STAND_INS,
@@ -197,6 +198,8 @@ class Deployment:
         """
         servers = (self.frontend, *self.workers)
         wait_for(self._is_complete, *servers)
+        for server in self.workers:
+            keep_apart(server.pid)
 
     def instance(self, server: Server) -> int:
         """The id of a worker that is listed."""
