@@ -316,7 +316,7 @@ class Client:
             member=member,
             worker=member.id if member else None,
             salted=membership.committed if membership.salted else None,
-            model=self._model(capable),
+            model=self._model(member),
             outputs=request.sampling.n,
             before=self._versions.before(request, None if self._routing.is_routed else member),
             aborts=membership.aborts,
@@ -429,10 +429,10 @@ class Client:
         finally:
             self._routing.count(sending, -1)
 
-    def _model(self, capable: Iterable[Capabilities]) -> str | None:
+    def _model(self, member: Member | None) -> str | None:
         if self._config.model is not None:
             return self._config.model
-        models = _agreed(known.models for known in capable)
+        models = self._membership.served(member)
         return models[0] if models is not None and len(models) == 1 else None
 
     def _after_failure(self, run: Run, sending: Sending, error: GenAPIError) -> float | None:

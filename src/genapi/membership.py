@@ -32,6 +32,7 @@ class Member:
         fence: why it gets no traffic.
         told: the fence that a board or a read tells of, which they can lift; None = none.
         suspect: it refused a connection or died: read it again before using it.
+        model: what a router has to be told of its model; None = the name that it gives itself.
         in_flight: requests of this process that it has now.
         joined: whether a directory listed it when versions were known already.
         notes: how many labels were noted.
@@ -45,6 +46,7 @@ class Member:
     fence: Fence | None = None
     told: Fence | None = None
     suspect: bool = False
+    model: str | None = None
     in_flight: int = 0
     joined: bool = False
     notes: int = 0
@@ -285,6 +287,7 @@ class Membership:
                 member = Member(worker.url, joined=is_late, on_change=self._changed)
             elif worker.error is None and member.id == identity:
                 member.url = worker.url
+            member.model = worker.model
             members[member.url] = member
         for url, member in before.items():
             if self.publishing and url not in members:
@@ -420,6 +423,16 @@ class Membership:
         """What those can do who may get a request: `member`, or anybody that was read (None)."""
         members = self.members.values() if member is None else (member,)
         return [m.facts.capabilities for m in members if m.facts is not None]
+
+    def served(self, member: Member | None) -> tuple[str, ...] | None:
+        """The models of `member`, or of everybody that was read (None); None = they differ."""
+        members = self.members.values() if member is None else (member,)
+        found = {
+            (m.model,) if m.model is not None else m.facts.capabilities.models
+            for m in members
+            if m.facts is not None
+        }
+        return found.pop() if len(found) == 1 else None
 
     def commit(self, version: PolicyVersion, *, rule: ContextRule, salted: bool) -> None:
         """Every worker was proved to hold `version`."""

@@ -264,3 +264,31 @@ async def test_a_gateway_lists_its_workers_and_passes_requests_on(
                 assert replies[0].output.token_ids == replies[1].output.token_ids
             several = await streamed(fleet, asked(FORMS[0], n=2))
             assert len({o.token_ids for o in several.outputs}) == 1
+
+
+async def test_a_chat_goes_through_a_gateway_after_files_have_renamed_its_workers_model(
+    smg_environment: pathlib.Path,
+    sglang_pair: tuple[Server, Server],
+    models: Models,
+    tmp_path: pathlib.Path,
+) -> None:
+    with gateway(smg_environment, tmp_path, *sglang_pair) as address:
+        target = f"sglang://{address}?workers=discover"
+        async with genapi.connect(target, run="renamed") as fleet:
+            await fleet.wait_ready(timeout_s=LIMIT_S)
+            names = {_served(server) for server in sglang_pair}
+            transport = genapi.weights.Filesystem(tmp_path / "files", base=models.seed0)
+            weights = genapi.weights.from_safetensors(models.seed0)
+            async with genapi.WeightPublisher(
+                fleet, transport=transport, timeouts=LIMITS
+            ) as publisher:
+                report = await publisher.publish(3, weights)
+            assert names.isdisjoint({_served(server) for server in sglang_pair})
+            reply = await fleet.generate(asked({"messages": CHAT}, min_version=3))
+            assert reply.output.policy.oldest == report.version
+
+
+def _served(server: Server) -> str:
+    _, listed = server.request("GET", "/v1/models")
+    name: str = listed["data"][0]["id"]
+    return name

@@ -127,11 +127,14 @@ class Listed:
         url: where it is administered; a name without a server where it says none.
         facts: what is known of it without asking it; their `id` is None where the directory names
             no lives, which are read at the workers then.
+        model: what a request that the frontend passes on has to call its model; None = what the
+            worker calls it, which another publication may change.
         error: why the directory itself could not reach it; None = it could.
     """
 
     url: str
     facts: WorkerFacts
+    model: str | None = None
     error: str | None = None
 
 

@@ -130,7 +130,11 @@ class Gateway:
         if call.path == "/workers":
             body = {"workers": [listed(url) for url in self.listed]}
             return "", HTTPReply(200, json.dumps(body).encode(), {}, GATEWAY + call.path)
-        if call.path == "/generate":
+        if call.path == "/v1/chat/completions":
+            model = json.loads(call.body or b"{}").get("model")
+            if model != RECORDED["model_id"]:
+                return "", _no_model(model)
+        if call.path in ("/generate", "/v1/chat/completions"):
             target = self.listed[len(self.generated) % len(self.listed)]
             self.generated.append(target)
             return f"memory://{target.removeprefix('http://w').removesuffix(':1')}", None
@@ -154,6 +158,13 @@ class Gateway:
 
     async def aclose(self) -> None:
         await self.inner.aclose()
+
+
+def _no_model(model: object) -> HTTPReply:
+    text = f"No worker available for model '{model}'"
+    error = {"type": "invalid_request_error", "code": "model_not_found", "message": text}
+    url = f"{GATEWAY}/v1/chat/completions"
+    return HTTPReply(404, json.dumps({"error": error}).encode(), {}, url)
 
 
 @asynccontextmanager
@@ -183,6 +194,15 @@ async def test_requests_go_to_the_gateway_and_administration_to_the_workers() ->
     assert gateway.administered == set(gateway.listed)
     assert all(r.output.policy.oldest == r.output.policy.newest for r in replies)
     assert all(r.output.policy.newest and r.output.policy.newest.step == 3 for r in replies)
+
+
+async def test_a_chat_names_the_model_as_the_gateway_does_and_not_as_the_worker() -> None:
+    async with behind(Gateway(2)) as fleet:
+        chat = genapi.GenerateRequest(
+            messages=[{"role": "user", "content": "hello"}],
+            sampling=genapi.SamplingParams(max_tokens=4),
+        )
+        assert len((await fleet.generate(chat)).output.token_ids) == 4
 
 
 async def test_a_worker_that_joins_and_one_that_leaves_are_seen() -> None:

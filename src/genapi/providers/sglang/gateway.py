@@ -2,7 +2,9 @@
 
 A gateway passes generations on and nothing of administration (RUN smg 1.13), so each worker is
 administered at its own address, and read there: which life it is, and what it can do. What the
-gateway thinks of its health is no proof of anything, since a paused worker fails its checks.
+gateway thinks of its health is no proof of anything, since a paused worker fails its checks. A
+chat goes to a model by the name that the gateway read when it took the worker in; a server that
+loads files takes another one (RUN smg 1.13 before SGLang 0.5.23).
 The rule of this file: a list that cannot be read is an error, and never an empty list.
 """
 
@@ -106,8 +108,9 @@ def _listed(worker: _Worker) -> Listed:
     if worker.connection_mode != "http" or worker.runtime_type != "sglang":
         how = f"{worker.runtime_type} over {worker.connection_mode}"
         return Listed(url=worker.url, facts=facts, error=f"it is {how}, not SGLang over http")
+    model = worker.model_id or next((one.id for one in worker.models), None)
     try:
-        return Listed(url=base_url(address, scheme="http"), facts=facts)
+        return Listed(url=base_url(address, scheme="http"), facts=facts, model=model)
     except ConfigError as error:
         return Listed(url=worker.url, facts=facts, error=str(error))
 
