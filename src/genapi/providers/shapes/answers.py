@@ -13,9 +13,25 @@ from genapi.providers.shapes.errors import BAD_GATEWAY, GATEWAY_TIMEOUT
 from genapi.publication.evidence import Answer, Observed, Op, Pattern
 from genapi.wire.http import HTTPReply
 
-__all__ = ("matched", "unless_failed", "unreadable")
+__all__ = (
+    "NOT_CONFIGURED",
+    "UNREADABLE",
+    "in_need_of_sessions",
+    "matched",
+    "unless_failed",
+    "unreadable",
+)
 
 _FAILED = ("error", "failed")  # engines that did it say "paused", "resumed", "ok"
+
+NOT_CONFIGURED = "Weight transfer not configured"
+"""What vLLM says where it has no sessions, for want of `--weight-transfer-config`."""
+
+UNREADABLE = (
+    r"Repo id must |Cannot find any model weights|deserializing header|"
+    r"No such file or directory|Permission denied|Input/output error|Stale file handle"
+)
+"""What vLLM says of a directory that is not there or empty, and of a file that is cut short."""
 
 
 def unless_failed(reply: HTTPReply) -> Answer | None:
@@ -62,3 +78,11 @@ def unreadable(answer: Answer, path: str) -> Answer:
         "weights.Filesystem(dir, worker_dir=...))"
     )
     return replace(answer, detail=remedy)
+
+
+def in_need_of_sessions(answer: Answer) -> Answer:
+    """The answer of vLLM that was to be healed; where it has no sessions, with the remedy."""
+    if NOT_CONFIGURED not in answer.detail:
+        return answer
+    remedy = "started with --weight-transfer-config it could be healed without a restart"
+    return replace(answer, detail=f"{answer.detail} ({remedy})")

@@ -11,11 +11,10 @@ for want of `--weight-transfer-config`, has to be restarted.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from genapi.providers.base import WorkerFacts
-from genapi.providers.shapes.answers import unreadable
+from genapi.providers.shapes.answers import in_need_of_sessions, unreadable
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.verdicts import answer_of
 from genapi.publication.evidence import (
@@ -207,11 +206,7 @@ class VLLMFiles(VLLMAdmin):
 
     def heal(self) -> Flow[Answer]:
         """Close what an earlier publication left, where the server has sessions to do it with."""
-        answer = yield from super().heal()
-        if answer.observed is not Observed.REFUSED:
-            return answer
-        remedy = "started with --weight-transfer-config it could be healed without a restart"
-        return replace(answer, detail=f"{answer.detail} ({remedy})")
+        return in_need_of_sessions((yield from super().heal()))
 
     def begin(self) -> Flow[Answer]:
         """Nothing has to be opened."""

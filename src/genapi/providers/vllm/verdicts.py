@@ -8,7 +8,12 @@ RULE holds whatever the engine does.
 import re
 from collections.abc import Mapping
 
-from genapi.providers.shapes.answers import matched, unless_failed
+from genapi.providers.shapes.answers import (
+    NOT_CONFIGURED,
+    UNREADABLE,
+    matched,
+    unless_failed,
+)
 from genapi.providers.shapes.errors import (
     BAD_REQUEST,
     FORBIDDEN,
@@ -51,7 +56,7 @@ PATTERNS: tuple[Pattern, ...] = (
         Observed.NO_SESSION,
         "RUN 42",
     ),
-    Pattern(r"Weight transfer not configured", Observed.REFUSED, "RUN 50"),
+    Pattern(NOT_CONFIGURED, Observed.REFUSED, "RUN 50"),
     # Raised before a tensor was touched; the session is dropped all the same.
     Pattern(
         r"Invalid (init|update)_info|transfer not initialized|missing \d+ required",
@@ -67,14 +72,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "RUN 42; NCCL: READ",
         (Op.JOIN, Op.UPDATE),
     ),
-    # Of a directory: not there, empty, a file that is cut short.
-    Pattern(
-        r"Repo id must |Cannot find any model weights|deserializing header|"
-        r"No such file or directory|Permission denied|Input/output error|Stale file handle",
-        Observed.UNREADABLE,
-        "RUN; the system's own errors: READ",
-        (Op.UPDATE,),
-    ),
+    Pattern(UNREADABLE, Observed.UNREADABLE, "RUN; the system's own errors: READ", (Op.UPDATE,)),
     Pattern(r"\d+ validation error", Observed.REFUSED, "RUN 42"),
 )
 
