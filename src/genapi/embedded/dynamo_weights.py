@@ -1,13 +1,11 @@
 """What Dynamo's Python worker passes on to its engine: methods by name, their results dropped.
 
-The session machine is vLLM's own. A disk update that fails leaves the model without parameters.
+The session machine and the loads are vLLM's own; nothing hides a path in what they say.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from .checkpoint import read_checkpoint
 from .engine import Engine
 from .vllm_weights import PeerLost, WeightSession, WorkerError
 
@@ -68,14 +66,9 @@ class Rpc:
     def _init(self, init_info: Mapping[str, Any]) -> None:
         self._session.init(init_info)
 
-    def _reload(self, weights_path: str) -> None:
-        try:
-            found = dict(read_checkpoint(Path(weights_path)))
-        except (OSError, ValueError, KeyError) as error:
-            self._engine.loaded = False
-            raise WorkerError(f"{weights_path}: {error}") from error
-        self._engine.install({**self._engine.weights, **found})
-        self._engine.loaded = True
+    def _reload(self, weights_path: str, *, is_checkpoint_format: bool = True) -> None:
+        del is_checkpoint_format  # there is no other format
+        self._session.reload(weights_path)
 
     def _scale(self, scale: float = 1.0) -> None:
         weights = {name: array * scale for name, array in self._engine.weights.items()}

@@ -273,10 +273,11 @@ class DynamoWorker:
     async def _update_from_disk(self, body: _Body, _: Call) -> dict[str, Any]:
         if not self._paused:
             raise HandlerError(_UNPAUSED)
-        if "model_path" not in body:
+        path, method = body.get("model_path"), body.get("engine_rpc", "reload_weights")
+        if not path:
             raise HandlerError("Missing 'model_path' in body")
-        arguments = {"weights_path": body["model_path"]}
-        await self.engine.rpc(lambda: self._rpc.call("reload_weights", arguments))
+        arguments = {"weights_path" if method == "reload_weights" else "weight_path": path}
+        await self.engine.rpc(lambda: self._rpc.call(method, arguments))
         await self.engine.rpc(lambda: self.engine.reset_prefix_cache(preempt=False))
         return await self._updated(body)
 
@@ -298,9 +299,9 @@ class DynamoWorker:
         return await self._updated(body)
 
     async def _updated(self, body: _Body) -> dict[str, Any]:
-        version = body.get("weight_version")
-        if version is None:
+        if "weight_version" not in body:
             return {"status": "ok", "version": "unknown", "version_declared": False}
+        version = body["weight_version"]
         await self.engine.rpc(lambda: self._declare(version))
         return {"status": "ok", "version": version, "version_declared": True}
 

@@ -433,7 +433,11 @@ class VllmServer:
         if body["method"] != "reload_weights":
             raise WorkerError(f"'CPUWorker' object has no attribute {body['method']!r}")
         folder = body.get("kwargs", {}).get("weights_path") or self._config.model
-        await self._engine.rpc(lambda: self._weights.reload(folder))
+        try:
+            await self._engine.rpc(lambda: self._weights.reload(folder))
+        except WorkerError as error:
+            # Its server tells no paths of its machine.
+            raise WorkerError(str(error).replace(folder, "<path>")) from error
         return ok({"results": [None] * self._config.replica_size})
 
     async def _weight_checker(self, call: Call) -> Reply:

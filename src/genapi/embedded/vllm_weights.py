@@ -166,8 +166,8 @@ class WeightSession:
             if not Path(folder).is_dir():
                 # what is no folder is taken for a name on a hub
                 raise WorkerError(
-                    "Repo id must be in the form 'repo_name' or 'namespace/repo_name': '<path>'. "
-                    "Use `repo_type` argument if needed."
+                    f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{folder}'."
+                    " Use `repo_type` argument if needed."
                 )
             for name, tensor in read_checkpoint(Path(folder)):
                 if self._poison is not None:
@@ -179,7 +179,7 @@ class WeightSession:
                     raise WorkerError(self._unknown(name))
                 self._load(name, tensor)
         except (OSError, ValueError) as error:
-            raise WorkerError(str(error).replace(folder, "<path>")) from error
+            raise WorkerError(str(error)) from error
         self._open = False
         self._engine.install({**self._engine.weights, **self._loaded})
         self._loaded = {}

@@ -221,6 +221,48 @@ async def test_a_checkpoint_is_loaded_in_the_recorded_words(tmp_path: Path) -> N
         assert reply["nvext"]["completion_token_ids"] == policy.greedy(weights, [1, 2, 3], 8)
 
 
+def checkpoints(root: Path) -> None:
+    """Directories with the names of the recording, each with what was done to it there."""
+    weights = policy.init(1, vocab=64)
+    names = list(weights)
+    for folder in ("seed1", "first", "last", "empty"):
+        (root / folder).mkdir()
+    for folder in ("seed1", "first", "last"):
+        save(root / folder, {name: weights[name] for name in names[:1]})
+        (root / folder / "model.safetensors").rename(root / folder / "a.safetensors")
+        save(root / folder, {name: weights[name] for name in names[1:]})
+    for folder, file in (("first", "a"), ("last", "model")):
+        cut = root / folder / f"{file}.safetensors"
+        cut.write_bytes(cut.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("vllm_admin_disk_failures", {}),
+        ("vllm_admin_disk_without_sessions", {"weight_transfer": False}),
+    ],
+)
+async def test_loads_that_fail_say_the_recorded_words_and_leave_the_recorded_state(
+    name: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoints(tmp_path)
+    async with serving(**flags) as client:
+        for call in json.loads(json.dumps(recorded(name)).replace("/ckpt", str(tmp_path))):
+            same(await client.replay(call), call)
+        _, reply = await client.complete([1, 2, 3], 8)
+        made = policy.greedy(policy.init(1, vocab=64), [1, 2, 3], 8)
+        assert reply["nvext"]["completion_token_ids"] == made
+
+
+async def test_a_load_by_another_method_names_the_directory_as_weight_path(tmp_path: Path) -> None:
+    async with serving() as client:
+        await client.engine("pause_generation", {"mode": "keep", "clear_cache": True})
+        body = {"model_path": str(tmp_path), "engine_rpc": "finish_weight_update"}
+        reply = await client.engine("update_weights_from_disk", body)
+        assert "unexpected keyword argument 'weight_path'" in reply["message"]
+
+
 async def test_a_pause_that_aborts_is_reported_as_the_recorded_stop() -> None:
     calls = recorded("vllm_pause_abort_masks_as_stop")
     async with serving(inference_generate=True) as client:
