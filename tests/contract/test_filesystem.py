@@ -20,7 +20,7 @@ from genapi.board import MemoryBoard
 from genapi.embedded import Cluster, Fault
 from genapi.events import Event, OldVersionsKept, PhaseStarted, SenderProgress
 from genapi.transports.memory import MemoryTransport
-from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
+from genapi.types.worker import Evidence, FenceStrength, PublishReport, Receipt, Recovery
 from genapi.weights import Filesystem, from_tensors
 from genapi.weights._disk import PosixDisk
 from tests.contract.embedded import QUICK, greedy, request, weights
@@ -31,16 +31,37 @@ pytestmark = pytest.mark.anyio
 PROMPT = [1, 2, 3]
 PATIENT = QUICK.model_copy(update={"stage_s": 20.0})
 """As `QUICK`, with the time that a busy disk takes."""
-LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
-PAUSE = {"vllm": "/pause", "sglang": "/pause_generation"}
+LOAD = {
+    "vllm": "/collective_rpc",
+    "sglang": "/update_weights_from_disk",
+    "dynamo": "/engine/update_weights_from_disk",
+    "collective": "/collective_rpc",
+}
+PAUSE = {
+    "vllm": "/pause",
+    "sglang": "/pause_generation",
+    "dynamo": "/engine/pause_generation",
+}
+WHO = {
+    "vllm": "/server_info",
+    "sglang": "/model_info",
+    "dynamo": "/engine/get_weight_version",
+}
+"""What every reading of a worker asks."""
+READS = {"vllm": 2, "sglang": 2, "dynamo": 3}
+"""How often a publication reads a worker that says nothing, before it leaves it out."""
 CLOSE, REPUBLISH = Recovery.CLOSE_THEN_REPUBLISH, Recovery.REPUBLISH
 
 
 @dataclass
 class Rig:
-    """A fleet, what serves it, and what happened."""
+    """A fleet, what serves it, and what happened.
 
-    protocol: str
+    Attributes:
+        load: the path by which a worker is told to load.
+    """
+
+    load: str
     fleet: genapi.Fleet
     cluster: Cluster
     transport: RecordedCalls
@@ -55,9 +76,14 @@ class Rig:
     def phases(self) -> list[str]:
         return [event.phase for event in self.events if isinstance(event, PhaseStarted)]
 
+    def receipts(self, report: PublishReport) -> list[Receipt]:
+        """The receipts in the order of the workers, which a list need not have."""
+        of_url = {receipt.url: receipt for receipt in report.receipts}
+        return [of_url[url] for url in self.cluster.names if url in of_url]
+
     def fail(self, worker: int, action: Any, **details: Any) -> None:
         """Let the next load of that worker go wrong."""
-        self.cluster.workers[worker].faults.add(Fault(LOAD[self.protocol], action, **details))
+        self.cluster.workers[worker].faults.add(Fault(self.load, action, **details))
 
     async def serves(self, step: int) -> None:
         """Every worker generates what the weights of that step make."""
@@ -70,7 +96,7 @@ class Rig:
             assert newest.step == step
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", "sglang", "dynamo"])
 def protocol(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -85,11 +111,12 @@ async def rig(protocol: str, workers: int = 2, **query: str) -> AsyncIterator[Ri
         transport=transport,
         run="r",
         admin_timeout_s=1.0,
+        refresh_s=60.0,
         observe=lambda event: told[0].observe(event) if told else None,
     )
     async with fleet:
         await fleet.wait_ready(timeout_s=5)
-        told.append(Rig(protocol, fleet, cluster, transport))
+        told.append(Rig(LOAD.get(query.get("family", protocol), ""), fleet, cluster, transport))
         yield told[0]
 
 
@@ -163,7 +190,8 @@ async def test_a_kept_request_goes_on_with_the_weights_of_the_files(
         async with anyio.create_task_group() as group:
             r.transport.before_pause = partial(group.start, ask)
             await p.publish(1, source(1))
-        assert [s.lo.step for s in replies[0].output.policy.spans if s.lo] == [0, 1]
+        named = [(s.lo.step, s.hi.step) for s in replies[0].output.policy.spans if s.lo and s.hi]
+    assert named == ([(0, 1)] if protocol == "dynamo" else [(0, 0), (1, 1)])
 
 
 async def test_what_cannot_be_written_pauses_nobody(protocol: str, tmp_path: pathlib.Path) -> None:
@@ -187,7 +215,7 @@ async def test_a_path_that_the_workers_do_not_have_is_named_with_the_remedy_and_
     async with rig(protocol) as r, publisher(r, transport) as p:
         report = await failed(p, 1)
         for receipt in report.receipts:
-            assert receipt.recovery is (CLOSE if protocol == "vllm" else REPUBLISH)
+            assert receipt.recovery is (REPUBLISH if protocol == "sglang" else CLOSE)
             assert receipt.fence is not None
             assert f"{str(mount / 'r-1-1')!r}" in (receipt.error or "")
             assert "worker_dir=" in (receipt.error or "")
@@ -203,7 +231,7 @@ async def test_a_lost_answer_to_a_load_proves_nothing_and_the_next_publication_h
         await p.adopt(0)
         r.fail(1, "lose_reply")
         report = await failed(p, 1)
-        ours, lost = report.receipts
+        ours, lost = r.receipts(report)
         # Each fails alone: the other holds the version, and waits for it.
         assert (ours.outcome, ours.recovery) == (Outcome.COMMITTED, REPUBLISH)
         assert (lost.outcome, lost.recovery) == (Outcome.UNKNOWN, CLOSE)
@@ -216,7 +244,6 @@ async def test_a_lost_answer_to_a_load_proves_nothing_and_the_next_publication_h
 async def test_what_a_worker_may_still_be_reading_stays_until_it_is_proved(
     protocol: str, tmp_path: pathlib.Path
 ) -> None:
-    who = {"vllm": "/server_info", "sglang": "/model_info"}[protocol]
     async with (
         rig(protocol) as r,
         publisher(r, Filesystem(tmp_path), on_partial="serve", min_workers=1) as p,
@@ -224,12 +251,13 @@ async def test_what_a_worker_may_still_be_reading_stays_until_it_is_proved(
         await p.publish(1, source(1))
         r.fail(0, "never_answer")
         report = await p.publish(2, source(2))
-        assert [x.outcome for x in report.receipts] == [Outcome.UNKNOWN, Outcome.COMMITTED]
+        assert [x.outcome for x in r.receipts(report)] == [Outcome.UNKNOWN, Outcome.COMMITTED]
         # Now it does not say who it is either, and is left out.
-        for nth in (1, 2):
-            r.cluster.workers[0].faults.add(Fault(who, "never_answer", nth=nth))
+        for nth in range(READS[protocol]):
+            silence = Fault(WHO[protocol], "never_answer", nth=nth + 1)
+            r.cluster.workers[0].faults.add(silence)
         report = await p.publish(3, source(3))
-        assert "left out" in str(report.receipts[0].error)
+        assert "left out" in str(r.receipts(report)[0].error)
         assert versions(tmp_path) == ["r-2-1", "r-3-1"]
         report = await p.publish(4, source(4))
         assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
@@ -243,7 +271,7 @@ async def test_nobody_reads_for_a_worker_that_died(protocol: str, tmp_path: path
     ):
         r.fail(0, "die_during")
         report = await p.publish(1, source(1))
-        assert report.receipts[0].outcome is Outcome.UNKNOWN
+        assert r.receipts(report)[0].outcome is Outcome.UNKNOWN
         await p.publish(2, source(2))
         assert versions(tmp_path) == ["r-2-1"]
 
@@ -425,9 +453,10 @@ async def test_one_worker_that_fails_takes_no_other_with_it(
         r.fail(1, "error", body='{"message":"disk on fire"}')
         report = await p.publish(1, source(1))
         assert report.committed
-        outcomes = [x.outcome for x in report.receipts]
+        receipts = r.receipts(report)
+        outcomes = [x.outcome for x in receipts]
         assert outcomes == [Outcome.COMMITTED, Outcome.DIRTY, Outcome.COMMITTED]
-        assert report.receipts[1].recovery is Recovery.RESTART_THEN_PUBLISH
+        assert receipts[1].recovery is Recovery.RESTART_THEN_PUBLISH
         await r.serves(1)
 
 
@@ -469,11 +498,20 @@ async def test_replicas_of_sglang_load_files_though_they_have_no_ranks(
             await r.serves(1)
 
 
+of_vllm = pytest.mark.parametrize(
+    ("protocol", "query"),
+    [("vllm", {}), ("dynamo", {}), ("dynamo", {"family": "collective"})],
+    ids=["vllm", "dynamo", "collective"],
+    indirect=["protocol"],
+)
+
+
+@of_vllm
 async def test_vllm_without_weight_transfer_loads_files_but_cannot_be_healed(
-    tmp_path: pathlib.Path,
+    protocol: str, query: dict[str, str], tmp_path: pathlib.Path
 ) -> None:
     async with (
-        rig("vllm", 1, weight_transfer="false") as r,
+        rig(protocol, 1, weight_transfer="false", **query) as r,
         publisher(r, Filesystem(tmp_path)) as p,
     ):
         assert (await p.publish(1, source(1))).committed
@@ -485,10 +523,14 @@ async def test_vllm_without_weight_transfer_loads_files_but_cannot_be_healed(
         assert "--weight-transfer-config" in (receipt.error or "")
 
 
+@of_vllm
 async def test_a_load_that_fails_half_way_leaves_vllm_in_pieces_and_closing_it_mends_that(
-    tmp_path: pathlib.Path,
+    protocol: str, query: dict[str, str], tmp_path: pathlib.Path
 ) -> None:
-    async with rig("vllm", 1) as r, publisher(r, Filesystem(tmp_path, shard_bytes=1)) as p:
+    async with (
+        rig(protocol, 1, **query) as r,
+        publisher(r, Filesystem(tmp_path, shard_bytes=1)) as p,
+    ):
 
         def cut(event: Event) -> None:
             if isinstance(event, PhaseStarted) and (event.phase, event.version.step) == (
@@ -527,33 +569,51 @@ async def test_what_is_no_weight_transport_is_refused() -> None:
             WeightPublisher(r.fleet, transport="/weights")  # type: ignore[arg-type]
 
 
-async def test_dynamo_whose_workers_genapi_does_not_tell_to_load_files_is_refused(
+async def test_a_sidecar_that_names_no_server_of_its_engine_is_refused_before_it_is_paused(
     tmp_path: pathlib.Path,
 ) -> None:
-    async with rig("dynamo", 1) as r:
-        with pytest.raises(genapi.UnsupportedError, match=r"Dynamo.*use genapi\.weights\.Gloo"):
-            WeightPublisher(r.fleet, transport=genapi.weights.Filesystem(tmp_path))
+    async with rig("dynamo", 1, family="sidecar") as r, publisher(r, Filesystem(tmp_path)) as p:
+        before = len(r.transport.calls)
+        with pytest.raises(genapi.UnsupportedError, match=r"load files.*use genapi\.weights\.Gloo"):
+            await p.publish(1, source(1))
+        assert r.phases == []
+        assert not [path for _, path, _ in r.transport.calls[before:] if "pause_gen" in path]
+
+
+async def test_prefill_and_decode_workers_load_files_where_nothing_has_to_recompute(
+    tmp_path: pathlib.Path,
+) -> None:
+    async with (
+        rig("dynamo", 2, prefill="1") as r,
+        publisher(r, Filesystem(tmp_path), mode="drain") as p,
+    ):
+        assert (await p.publish(1, source(1))).committed
+        await r.serves(1)
 
 
 # behind a socket
 
 
 @pytest.fixture
-def servers(protocol: str) -> Iterator[list[str]]:
-    """Two workers in processes of their own."""
+def target(protocol: str) -> Iterator[str]:
+    """Where two workers are, in processes of their own."""
+    flags = [["--workers", "2"]] if protocol == "dynamo" else [["--index", "0"], ["--index", "1"]]
     started: list[subprocess.Popen[str]] = []
-    urls = []
+    urls: list[str] = []
     try:
-        for index in ("0", "1"):
-            command = [sys.executable, "-m", "genapi.embedded", "--protocol", protocol]
-            process = subprocess.Popen(
-                [*command, "--index", index], stdout=subprocess.PIPE, text=True
-            )
+        for more in flags:
+            command = [sys.executable, "-m", "genapi.embedded", "--protocol", protocol, *more]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             started.append(process)
         for process in started:
             assert process.stdout is not None
-            urls.append(str(json.loads(process.stdout.readline())["url"]))
-        yield urls
+            facts = json.loads(process.stdout.readline())
+            urls += facts.get("urls", [facts.get("url")])
+        places = [url.removeprefix("http://") for url in urls]
+        if protocol == "dynamo":
+            yield f"dynamo://{places[0]}?discovery={places[1]}"
+        else:
+            yield f"{protocol}://{','.join(places)}"
     finally:
         for process in started:
             process.kill()
@@ -561,14 +621,13 @@ def servers(protocol: str) -> Iterator[list[str]]:
 
 
 async def test_workers_in_other_processes_load_from_where_the_files_are_for_them(
-    protocol: str, servers: list[str], tmp_path: pathlib.Path
+    target: str, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "there").symlink_to(tmp_path / "here")
     transport = Filesystem(
         tmp_path / "here", worker_dir=str(tmp_path / "there"), shard_bytes=5000, keep=2
     )
-    target = f"{protocol}://" + ",".join(url.removeprefix("http://") for url in servers)
     async with genapi.connect(target, run="r") as fleet:
         await fleet.wait_ready(timeout_s=20)
         async with WeightPublisher(fleet, transport=transport) as p:

@@ -11,7 +11,7 @@ from genapi import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Admin, Capabilities, WorkerFacts
 from genapi.publication.evidence import Answer, Observed
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
-from genapi.types.ids import Role
+from genapi.types.ids import Role, WorkerId
 from genapi.wire.flow import Flow
 from genapi.wire.http import HTTPCall, HTTPReply
 from tests.support.dynamo_wire import PROVIDER, recorded
@@ -312,6 +312,89 @@ def test_split_workers_are_published_to_where_nothing_has_to_recompute(
     role: Role, plan: PausePlan
 ) -> None:
     admin().check(plan, facts(role=role), backend="gloo")
+
+
+def of_files(family: str = "vllm", **more: Any) -> Admin:
+    return PROVIDER.administer(facts(family, **more), files=True)
+
+
+LOAD = {"model_path": "/w/r-1-1", "engine_rpc": "reload_weights"}
+KWARGS = {"weights_path": "/w/r-1-1", "is_checkpoint_format": True}
+COLLECTIVE = {"method": "reload_weights", "args": [], "kwargs": KWARGS}
+
+
+@pytest.mark.parametrize(
+    ("family", "load"),
+    [
+        ("vllm", engine("update_weights_from_disk", LOAD)),
+        ("collective", (SERVER, "/collective_rpc", COLLECTIVE)),
+        ("sidecar", (SERVER, "/collective_rpc", COLLECTIVE)),
+    ],
+)
+def test_a_load_is_one_call_and_its_label_is_another(family: str, load: Any) -> None:
+    of = of_files(family)
+    assert not of.finish_sets_label
+    for nothing in (of.begin(), of.finish(None), of.close(), of.leave()):
+        assert asked(nothing) == []
+    assert asked(of.update({"weights_path": "/w/r-1-1"}, attachment=None)) == [load]
+    ((_, _, label),) = asked(of.label(LABEL))
+    assert list(label.values()) == [LABEL]
+    healed = asked(of.heal())
+    assert "start_weight_update" in str(healed[0])
+    assert "finish_weight_update" in str(healed[1])
+    # All of it at one place, so that the session that is closed is the engine's that loads.
+    assert {base for base, _, _ in healed} == {load[0]}
+
+
+@pytest.mark.parametrize("name", ["vllm_admin_disk_failures", "vllm_admin_disk_without_sessions"])
+def test_what_a_load_came_to_is_told_from_the_recorded_words(name: str) -> None:
+    shown = {
+        "seed1": {Observed.DONE, Observed.REFUSED, Observed.REJECTED},
+        "gone": {Observed.UNREADABLE},
+        "empty": {Observed.UNREADABLE},
+        "first": {Observed.UNREADABLE},
+        "last": {Observed.UNREADABLE},
+    }
+    loads = [c for c in recorded(name) if c.json.get("model_path")]
+    assert loads
+    for load in loads:
+        info = {"weights_path": load.json["model_path"]}
+        answer = answered(of_files().update(info, attachment=None), load.reply)
+        assert answer.observed in shown[load.json["model_path"].removeprefix("/ckpt/")]
+        named = answer.observed is Observed.UNREADABLE
+        assert ("worker_dir=" in answer.detail) == named
+
+
+def test_an_engine_without_sessions_cannot_be_healed_and_says_how_it_could() -> None:
+    calls = recorded("vllm_admin_disk_without_sessions")
+    start = next(c.reply for c in calls if "start_weight_update" in str(c.json))
+    for of in (of_files(), of_files("collective"), admin()):
+        answer = answered(of.heal(), start)
+        assert answer.observed is Observed.REFUSED
+        assert "--weight-transfer-config" in answer.detail
+    unpaused = next(c.reply for c in RECORDED if b"must be paused" in c.reply.body)
+    assert "--weight-transfer-config" not in answered(of_files().heal(), unpaused).detail
+
+
+@pytest.mark.parametrize(
+    ("family", "match"),
+    [("sidecar", "HTTP server of its engine"), ("sglang", "use genapi.weights.Gloo")],
+)
+def test_a_family_that_cannot_be_told_to_load_is_refused_by_name(family: str, match: str) -> None:
+    who = WorkerId(provider="dynamo", namespace="d", component="backend", instance="7")
+    with pytest.raises(UnsupportedError, match=rf"backend/7 .*load files: .*{match}"):
+        of_files(family, id=who, details={"family": family})
+
+
+def test_a_worker_that_loads_files_needs_no_backend_but_the_route_for_it() -> None:
+    able = Capabilities(weight_backend="nccl", missing={"weights": "no way"})
+    of_files().check(PausePlan(), facts(capabilities=able), backend="files")
+    for name in ("admin", "files"):
+        unable = facts(capabilities=Capabilities(missing={name: "no way"}))
+        with pytest.raises(UnsupportedError, match="no way"):
+            of_files().check(PausePlan(), unable, backend="files")
+    with pytest.raises(UnsupportedError, match="decode worker"):
+        of_files().check(PausePlan(), facts(role=Role.DECODE), backend="files")
 
 
 def test_an_attachment_goes_along_in_the_process() -> None:

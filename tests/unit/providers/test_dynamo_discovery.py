@@ -257,6 +257,43 @@ def test_a_worker_that_lacks_a_route_is_named_with_what_it_lacks() -> None:
     routes = [r for r in worker(7)["routes"] if r != "resume_generation"]
     found, _ = read(whole(worker(7, routes=routes)))
     assert "advertises no routes" in found.workers[0].facts.capabilities.missing["admin"]
+    routes = [r for r in worker(7)["routes"] if r != "update_weights_from_disk"]
+    found, _ = read(whole(worker(7, routes=routes)))
+    reason = "it does not advertise update_weights_from_disk"
+    assert found.workers[0].facts.capabilities.missing == {"files": reason}
+
+
+SIDECAR = [
+    "control/get_weight_version",
+    "control/is_paused",
+    "control/pause_generation",
+    "control/resume_generation",
+    "update/update_weight_version",
+]
+SGLANG = [
+    "continue_generation",
+    "control/update_weight_version",
+    "control/update_weights_from_disk",
+    "get_weight_version",
+    "pause_generation",
+]
+
+
+@pytest.mark.parametrize(
+    ("routes", "more", "reason"),
+    [
+        (SIDECAR, {}, "name it the HTTP server of its engine"),
+        (SIDECAR, {"admin_base_url": "http://w7:9", "world_size": 1}, None),
+        (SGLANG, {}, "was never seen"),
+    ],
+)
+def test_a_worker_that_cannot_be_told_to_load_files_says_what_to_do(
+    routes: list[str], more: dict[str, Any], reason: str | None
+) -> None:
+    found, _ = read(whole(worker(7, routes=routes, **more)))
+    missing = found.workers[0].facts.capabilities.missing.get("files")
+    assert (missing is None) == (reason is None)
+    assert (reason or "") in (missing or "")
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ before it does anything: asked for a method that only looks (`check_health`) tha
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Admin, WorkerFacts
 from genapi.providers.dynamo.discovery import label_of
 from genapi.providers.dynamo.routes import Family
 from genapi.providers.dynamo.verdicts import NO_METHOD, VERDICTS, answer_of
+from genapi.providers.shapes.answers import in_need_of_sessions
 from genapi.providers.shapes.caches import clears
 from genapi.publication.evidence import Answer, Observed, Op, Seen, Verdict
 from genapi.publication.plan import PausePlan
@@ -31,7 +32,13 @@ from genapi.types.ids import Role
 from genapi.wire.flow import Flow, call, calls, nothing_to_ask
 from genapi.wire.http import HTTPCall, HTTPReply, json_body
 
-__all__ = ("admin_of",)
+__all__ = (
+    "CollectiveWorker",
+    "DynamoWorker",
+    "PythonWorker",
+    "admin_of",
+    "family_in",
+)
 
 _MODES: Final = {"abort": "abort", "drain": "wait", "keep": "keep"}
 _CONFIRMATIONS: Final = 3
@@ -49,22 +56,26 @@ def _engine(route: str, body: Mapping[str, Any], *, attachment: object | None = 
     )
 
 
+def family_in(facts: WorkerFacts | None) -> Family:
+    """The family of a worker; of an unread one, the first."""
+    return Family.VLLM if facts is None else Family(facts.details.get("family", Family.VLLM))
+
+
 def admin_of(facts: WorkerFacts | None) -> Admin:
-    """The administration of a worker, by the routes it advertises; of an unread one, the first."""
-    family = Family.VLLM if facts is None else Family(facts.details.get("family", Family.VLLM))
+    """The administration of a worker that is sent weights, by the routes that it advertises."""
     details = {} if facts is None else facts.details
-    match family:
+    match family_in(facts):
         case Family.SIDECAR:
             return _Sidecar()
         case Family.COLLECTIVE:
-            return _Collective(details["server"])
+            return CollectiveWorker(details["server"])
         case Family.SGLANG:
             return _SGLang()
         case _:
-            return _VLLM(can_leave="destroy_weights_update_group" in details)
+            return PythonWorker(can_leave="destroy_weights_update_group" in details)
 
 
-class _Worker:
+class DynamoWorker:
     """What all families do alike."""
 
     verdicts: Mapping[Seen, Verdict] = VERDICTS
@@ -74,26 +85,32 @@ class _Worker:
     marks = True
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
-        """Refuse a worker that cannot be published to.
+        """Refuse a worker that cannot be sent weights.
 
         Raises:
             UnsupportedError: it advertises no routes for it, or the plan cannot be carried out.
             ConfigError: it receives weights by another backend.
         """
+        self.check_server(plan, facts, receives="weights")
+        own = facts.capabilities.weight_backend
+        if own is not None and own != backend:
+            raise ConfigError(
+                f"the worker receives weights by {own!r}, the transport sends by {backend!r}: "
+                "start its engine with that backend"
+            )
+
+    def check_server(
+        self, plan: PausePlan, facts: WorkerFacts, *, receives: Literal["weights", "files"]
+    ) -> None:
+        """Refuse a worker that cannot be told to take weights so, however they travel."""
         facts.capabilities.require("admin", where=_HERE)
-        facts.capabilities.require("weights", where=_HERE)
+        facts.capabilities.require(receives, where=_HERE)
         self.check_caches(plan)
         keeps = plan.mode == "keep" and plan.in_flight_kv == "recompute"
         if facts.role is not Role.UNIFIED and keeps:
             raise UnsupportedError(
                 f"this is a {facts.role} worker: keys and values on their way between workers are "
                 "not computed anew: use mode='drain' or 'abort', or in_flight_kv='stale'"
-            )
-        own = facts.capabilities.weight_backend
-        if own is not None and own != backend:
-            raise ConfigError(
-                f"the worker receives weights by {own!r}, the transport sends by {backend!r}: "
-                "start its engine with that backend"
             )
 
     def check_caches(self, plan: PausePlan) -> None:
@@ -109,7 +126,7 @@ class _Worker:
         return nothing_to_ask(Answer(Observed.REFUSED, _NO_SUMS))
 
 
-class _VLLM(_Worker):
+class PythonWorker(DynamoWorker):
     """Dynamo's Python worker of vLLM."""
 
     def __init__(self, *, can_leave: bool) -> None:
@@ -148,7 +165,7 @@ class _VLLM(_Worker):
         reply = yield from call(self._rpc("start_weight_update", reset=False))
         started = answer_of(Op.BEGIN, reply)
         if started.observed not in (Observed.DONE, Observed.SESSION_OPEN):
-            return started
+            return in_need_of_sessions(started)
         reply = yield from call(self._rpc("finish_weight_update", reset=True))
         return answer_of(Op.FINISH, reply)
 
@@ -215,7 +232,7 @@ class _VLLM(_Worker):
         return _engine("update_weights_from_distributed", body, attachment=attachment)
 
 
-class _Sidecar(_Worker):
+class _Sidecar(DynamoWorker):
     """The native sidecar (READ; driven on the embedded engine)."""
 
     def join(self, init_info: Mapping[str, Any], *, rank_offset: int, backend: str) -> Flow[Answer]:
@@ -244,15 +261,14 @@ class _Sidecar(_Worker):
 
     def heal(self) -> Flow[Answer]:
         """Close what an earlier publication left: start, unless it is open, and an empty finish."""
-        started = yield from self.begin()
+        started = yield from self._start()
         if started.observed not in (Observed.DONE, Observed.SESSION_OPEN):
-            return started
-        return (yield from self.finish(None))
+            return in_need_of_sessions(started)
+        return (yield from self._end(Op.FINISH, None))
 
     def begin(self) -> Flow[Answer]:
         """Open the update session."""
-        reply = yield from call(_engine("update/start_weight_update", {}))
-        return answer_of(Op.BEGIN, reply)
+        return self._start()
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Receive one bucket."""
@@ -262,9 +278,7 @@ class _Sidecar(_Worker):
 
     def finish(self, label: str | None) -> Flow[Answer]:
         """Close the session; with a label, set it after every rank has closed."""
-        body = {} if label is None else {"weight_version": label}
-        reply = yield from call(_engine("update/finish_weight_update", body))
-        return answer_of(Op.FINISH, reply)
+        return self._end(Op.FINISH, label)
 
     def label(self, label: str) -> Flow[Answer]:
         """Set the label alone."""
@@ -289,15 +303,23 @@ class _Sidecar(_Worker):
 
     def close(self) -> Flow[Answer]:
         """Close a session after a failure, without a label."""
-        closed = yield from self.finish(None)
-        return closed
+        return self._end(Op.CLOSE, None)
 
     def leave(self) -> Flow[Answer]:
         """A later group replaces this one: the sidecar has no route to leave it."""
         return nothing_to_ask(Answer(Observed.DONE))
 
+    def _start(self) -> Flow[Answer]:
+        reply = yield from call(_engine("update/start_weight_update", {}))
+        return answer_of(Op.BEGIN, reply)
 
-class _Collective(_Sidecar):
+    def _end(self, op: Op, label: str | None) -> Flow[Answer]:
+        body = {} if label is None else {"weight_version": label}
+        reply = yield from call(_engine("update/finish_weight_update", body))
+        return answer_of(op, reply)
+
+
+class CollectiveWorker(_Sidecar):
     """A sidecar whose engine's own server takes weights by its collective RPC (READ)."""
 
     finish_sets_label = False
@@ -309,28 +331,23 @@ class _Collective(_Sidecar):
         """Join the transfer group."""
         del backend
         info = {**init_info, "rank_offset": rank_offset}
-        return (yield from self._rpc(Op.JOIN, "init_weight_transfer_engine", init_info=info))
-
-    def begin(self) -> Flow[Answer]:
-        """Open the update session."""
-        return (yield from self._rpc(Op.BEGIN, "start_weight_update"))
+        return self.rpc(Op.JOIN, "init_weight_transfer_engine", init_info=info)
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Receive one bucket."""
-        return (
-            yield from self._rpc(
-                Op.UPDATE, "update_weights", attachment=attachment, update_info=update_info
-            )
-        )
+        return self.rpc(Op.UPDATE, "update_weights", attachment=attachment, update_info=update_info)
 
-    def finish(self, label: str | None) -> Flow[Answer]:
-        """Close the session; the label is a call of its own."""
-        del label
-        return (yield from self._rpc(Op.FINISH, "finish_weight_update"))
+    def _start(self) -> Flow[Answer]:
+        return self.rpc(Op.BEGIN, "start_weight_update")
 
-    def _rpc(
+    def _end(self, op: Op, label: str | None) -> Flow[Answer]:
+        del label  # it is a call of its own
+        return self.rpc(op, "finish_weight_update")
+
+    def rpc(
         self, op: Op, method: str, *, attachment: object | None = None, **arguments: Any
     ) -> Flow[Answer]:
+        """Have every rank of the engine run a method that has nothing to say."""
         body = {"method": method, "args": [], "kwargs": arguments}
         reply = yield from call(
             HTTPCall(
@@ -370,7 +387,7 @@ def _sglang_mode(plan: PausePlan) -> str:
     return mode
 
 
-class _SGLang(_Worker):
+class _SGLang(DynamoWorker):
     """SGLang behind a worker's server (READ; not driven)."""
 
     finish_sets_label = False

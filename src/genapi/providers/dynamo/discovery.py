@@ -19,7 +19,7 @@ from genapi.errors import ConfigError, NotReadyError, ProviderError, ReplyError
 from genapi.providers.base import Capabilities, Listed, Listing, WorkerFacts
 from genapi.providers.dynamo.errors import error_of, error_text
 from genapi.providers.dynamo.ranks import worker_ranks
-from genapi.providers.dynamo.routes import Family, family_of, lacking
+from genapi.providers.dynamo.routes import Family, family_of, lacking, no_files
 from genapi.providers.shapes.answers import unless_failed
 from genapi.providers.shapes.errors import (
     BAD_GATEWAY,
@@ -371,6 +371,9 @@ def _of_list(worker: _Worker, *, model: str | None, splits: bool) -> Listed:
         lacks = lacking(family, routes)
         if lacks:
             missing["weights"] = f"it does not advertise {', '.join(lacks)}"
+        reason = no_files(family, routes, has_server=worker.admin_base_url is not None)
+        if reason is not None:
+            missing["files"] = reason
     role = _role(worker.component, splits=splits)
     if role is not Role.UNIFIED:
         missing["probe"] = (

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from genapi.errors import UnsupportedError
 from genapi.providers.base import (
     Admin,
     Capabilities,
@@ -15,6 +14,7 @@ from genapi.providers.base import (
 from genapi.providers.dynamo import discovery, generate
 from genapi.providers.dynamo.admin import admin_of
 from genapi.providers.dynamo.errors import error_of
+from genapi.providers.dynamo.files import files_of
 from genapi.types.request import GenerateRequest
 from genapi.types.response import GenerateResponse
 from genapi.wire.flow import Flow, nothing_to_ask
@@ -31,11 +31,7 @@ class Dynamo:
 
     def administer(self, facts: WorkerFacts | None, *, files: bool = False) -> Admin:
         """The administration of a worker, by the routes that it advertises."""
-        if files:
-            raise UnsupportedError(
-                "genapi does not tell Dynamo's workers to load files: use genapi.weights.Gloo()"
-            )
-        return admin_of(facts)
+        return files_of(facts) if files else admin_of(facts)
 
     def check(self, request: GenerateRequest, capabilities: Capabilities | None) -> None:
         """Raise before any I/O what cannot be asked."""

@@ -6,8 +6,9 @@ nothing is told from an engine's name, and no route is asked that is not adverti
 
 from collections.abc import Collection
 from enum import StrEnum
+from typing import assert_never
 
-__all__ = ("WEIGHTS", "Family", "family_of", "lacking")
+__all__ = ("LOAD", "WEIGHTS", "Family", "family_of", "lacking", "no_files")
 
 
 class Family(StrEnum):
@@ -88,3 +89,34 @@ def family_of(routes: Collection[str], *, has_server: bool) -> Family | None:
 def lacking(family: Family, routes: Collection[str]) -> tuple[str, ...]:
     """The routes that a worker lacks to be sent weights."""
     return tuple(sorted(WEIGHTS[family] - frozenset(routes)))
+
+
+LOAD = "update_weights_from_disk"
+"""The route of the Python worker that loads a directory."""
+
+
+def no_files(family: Family, routes: Collection[str], *, has_server: bool) -> str | None:
+    """Why workers of this family cannot be told to load files, with the remedy; None = they can.
+
+    Args:
+        family: whose routes they have.
+        routes: what a worker advertises.
+        has_server: whether its engine has an HTTP server of its own (`admin_base_url`).
+    """
+    match family:
+        case Family.VLLM:
+            return None if LOAD in routes else f"it does not advertise {LOAD}"
+        case Family.SIDECAR | Family.COLLECTIVE:
+            if has_server:
+                return None
+            return (
+                "the sidecar has no route for it: name it the HTTP server of its engine, which has "
+                "one, or use genapi.weights.Gloo()"
+            )
+        case Family.SGLANG:
+            return (
+                "what a load whose answer was lost does to SGLang behind Dynamo was never seen: "
+                "use genapi.weights.Gloo()"
+            )
+        case _:
+            assert_never(family)

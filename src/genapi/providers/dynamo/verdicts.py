@@ -9,7 +9,12 @@ import re
 from collections.abc import Mapping
 
 from genapi.providers.dynamo.errors import error_text
-from genapi.providers.shapes.answers import matched, unless_failed
+from genapi.providers.shapes.answers import (
+    NOT_CONFIGURED,
+    UNREADABLE,
+    matched,
+    unless_failed,
+)
 from genapi.providers.shapes.errors import (
     BAD_REQUEST,
     FORBIDDEN,
@@ -48,7 +53,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "RUN vllm_admin_errors: the worker asks before it does anything",
     ),
     Pattern(NO_METHOD, Observed.REFUSED, "RUN vllm_admin_errors"),
-    Pattern(r"Weight transfer not configured", Observed.REFUSED, "RUN vllm_admin_errors"),
+    Pattern(NOT_CONFIGURED, Observed.REFUSED, "RUN vllm_admin_errors"),
     Pattern(r"Missing '\w+' in body|must be a JSON object", Observed.REFUSED, "RUN"),
     Pattern(
         r"while a weight update is already active|session is already open",
@@ -74,6 +79,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "RUN over gloo; NCCL: READ",
         (Op.JOIN, Op.UPDATE),
     ),
+    Pattern(UNREADABLE, Observed.UNREADABLE, "RUN; the system's own errors: READ", (Op.UPDATE,)),
 )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from genapi.errors import UnsupportedError
 from genapi.providers import registry
 
 from .manifest import MANIFEST
@@ -64,8 +65,17 @@ def _facts(profiles: Sequence[Profile]) -> str:
             "weights go to a receiver of the engine's own",
             *(_word(a.receivers is not None) for a in admins),
         ],
+        ["weights are loaded from files", *(_word(_loads(p.provider)) for p in profiles)],
     ]
     return _table(rows)
+
+
+def _loads(provider: str) -> bool:
+    try:
+        registry.provider(provider).administer(None, files=True)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _word(holds: bool) -> str:  # noqa: FBT001 - one value of a table

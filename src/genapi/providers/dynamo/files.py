@@ -1,0 +1,266 @@
+"""Dynamo's workers of vLLM told to load weights from a directory.
+
+The rule of this file: one call loads everything, or fails and leaves the model in pieces; nothing
+is joined, begun or finished. The label is a call of its own, after the load was answered: a load
+that brings it declares it also where nobody waits for the answer any more. RUN was seen on Dynamo
+1.6.1 with its Python worker of vLLM 0.31.0 (`tests/engines/test_dynamo_rows.py`).
+
+The Python worker loads by `update_weights_from_disk`, which it refuses unless it is paused. The
+sidecar has no such route: its engine loads by the collective RPC of its own server, where it has
+one (READ; driven on the embedded engine). SGLang behind a worker has a route, and is not told:
+whether anything that it is asked after a load whose answer was lost comes after that load was never
+seen, and so not when a directory is no longer read.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from genapi.errors import UnsupportedError
+from genapi.providers.base import Admin, WorkerFacts
+from genapi.providers.dynamo.admin import (
+    CollectiveWorker,
+    DynamoWorker,
+    PythonWorker,
+    family_in,
+)
+from genapi.providers.dynamo.routes import LOAD, Family, no_files
+from genapi.providers.dynamo.verdicts import answer_of
+from genapi.providers.shapes.answers import unreadable
+from genapi.publication.evidence import (
+    Answer,
+    Observed,
+    Op,
+    Reached,
+    Row,
+    Seen,
+    Verdict,
+    row,
+    verdicts_of,
+)
+from genapi.publication.plan import PausePlan
+from genapi.publication.rules import RULES
+from genapi.types.worker import Evidence, Outcome, Recovery
+from genapi.wire.flow import Flow, call, nothing_to_ask
+from genapi.wire.http import HTTPCall, json_body
+
+__all__ = ("ROWS", "files_of")
+
+_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
+_SENT, _HELD = Reached.SENT, Reached.HELD
+_OPEN = (_EMPTY, _SENT)
+_REPUBLISH = Recovery.REPUBLISH
+_CLOSE = Recovery.CLOSE_THEN_REPUBLISH
+_RESTART = Recovery.RESTART_THEN_PUBLISH
+
+ROWS: tuple[Row, ...] = (
+    *RULES,
+    row(
+        Op.HEAL,
+        Observed.REFUSED,
+        _BEFORE,
+        Outcome.UNKNOWN,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: without --weight-transfer-config nothing closes what a failed load left",
+    ),
+    row(
+        Op.HEAL,
+        Observed.REJECTED,
+        _BEFORE,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: finishing replays a tensor that was rejected earlier, and leaves a session open",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _BEFORE,
+        Outcome.UNTOUCHED,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: the worker's main process exits with its engine",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.UNREADABLE,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _CLOSE,
+        "RUN: the model is in pieces; start, EMPTY finish, load serves exactly the new weights",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.REJECTED,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _RESTART,
+        "RUN: a tensor of another shape is replayed; resumed it says ok and serves neither version",
+    ),
+    row(
+        Op.UPDATE,
+        Observed.LOST,
+        _SENT,
+        Outcome.UNKNOWN,
+        Evidence.NO_ANSWER,
+        _CLOSE,
+        "RUN: it goes on loading; what is asked of its engine next comes after it",
+    ),
+    row(
+        Op.LABEL,
+        None,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RULE: it has loaded all, and the label is not this attempt's",
+    ),
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _EMPTY,
+        Outcome.UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _REPUBLISH,
+        "RUN: it was told to load nothing",
+    ),
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: it has loaded all, and was not labelled",
+    ),
+    row(
+        Op.READ,
+        Observed.OTHER_LABEL,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _CLOSE,
+        "RUN: any label but the attempt's own, and none, proves nothing",
+    ),
+    row(
+        Op.READ,
+        None,
+        _HELD,
+        Outcome.COMMITTED,
+        Evidence.OWN_LABEL,
+        _REPUBLISH,
+        "RUN: it is labelled after the load has answered; paused until it serves with the others",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DONE,
+        _HELD,
+        Outcome.COMMITTED,
+        Evidence.OWN_LABEL,
+        None,
+        "RUN: it serves exactly the new weights",
+    ),
+    row(
+        Op.PROBE,
+        Observed.OTHER_LABEL,
+        _HELD,
+        Outcome.UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RUN: somebody labelled it, or another process came up at its address",
+    ),
+    row(
+        Op.PROBE,
+        Observed.DIFFERS,
+        _HELD,
+        Outcome.DIRTY,
+        Evidence.OTHER_SCORES,
+        _REPUBLISH,
+        "RUN: the next load makes its scores right",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _OPEN,
+        Outcome.UNKNOWN,
+        Evidence.DEAD,
+        _RESTART,
+        "RUN: a killed worker comes back with the weights of its files",
+    ),
+)
+
+_VERDICTS: Mapping[Seen, Verdict] = verdicts_of(ROWS)
+
+
+def files_of(facts: WorkerFacts | None) -> Admin:
+    """The administration of a worker that loads files; of an unread one, the Python worker's.
+
+    Raises:
+        UnsupportedError: workers of its family cannot be told to.
+    """
+    family = family_in(facts)
+    server = None if facts is None else facts.details.get("server")
+    match family:
+        case Family.VLLM:
+            return _PythonFiles(can_leave=False)
+        case Family.SIDECAR | Family.COLLECTIVE if server is not None:
+            return _CollectiveFiles(server)
+        case _:
+            who = "a worker" if facts is None else facts.id
+            reason = no_files(family, (), has_server=False)
+            raise UnsupportedError(f"{who} cannot be told to load files: {reason}")
+
+
+class _Files(DynamoWorker):
+    """What all families do alike, where they load weights from files."""
+
+    verdicts = _VERDICTS
+    finish_sets_label = False
+
+    def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
+        """Refuse a worker that cannot be told to load; it needs no backend."""
+        del backend
+        self.check_server(plan, facts, receives="files")
+
+    def begin(self) -> Flow[Answer]:
+        """Nothing has to be opened."""
+        return nothing_to_ask(Answer(Observed.DONE))
+
+    def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
+        """Load the directory `weights_path`; answers when every rank has loaded it."""
+        del attachment
+        path: str = update_info["weights_path"]
+        return unreadable((yield from self._load(path)), path)
+
+    def finish(self, label: str | None) -> Flow[Answer]:
+        """Nothing has to be closed; the label is a call of its own."""
+        del label
+        return nothing_to_ask(Answer(Observed.DONE))
+
+    def close(self) -> Flow[Answer]:
+        """Nothing is open."""
+        return nothing_to_ask(Answer(Observed.DONE))
+
+    @abstractmethod
+    def _load(self, path: str) -> Flow[Answer]: ...
+
+
+class _PythonFiles(_Files, PythonWorker):
+    """Dynamo's Python worker of vLLM."""
+
+    def _load(self, path: str) -> Flow[Answer]:
+        body = {"model_path": path, "engine_rpc": "reload_weights"}
+        reply = yield from call(
+            HTTPCall(method="POST", path=f"/engine/{LOAD}", body=json_body(body))
+        )
+        return answer_of(Op.UPDATE, reply)
+
+
+class _CollectiveFiles(_Files, CollectiveWorker):
+    """A sidecar whose engine's own server has a collective RPC (READ)."""
+
+    def _load(self, path: str) -> Flow[Answer]:
+        return self.rpc(Op.UPDATE, "reload_weights", weights_path=path, is_checkpoint_format=True)
