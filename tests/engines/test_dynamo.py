@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pathlib
 import signal
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from genapi.types.ids import Role
 from genapi.types.worker import Evidence, FenceStrength, Recovery
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment
 from tests.engines.kit.judge import Judge
+from tests.engines.test_filesystem import FEW, SHARD
 from tests.engines.test_sglang import die_in_mid_transfer
 from tests.engines.test_vllm import (
     KEPT,
@@ -137,6 +139,48 @@ async def test_published_weights_are_served_exactly_by_dynamo_and_the_first_ones
                     assert policy.oldest == policy.newest == report.version
                     assert policy.is_pure
                     judge.check(reply, PROMPT, source=INFERRED)
+            last = await everywhere(fleet)
+            assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
+            print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
+        judge.close()
+
+
+async def test_files_are_served_exactly_by_dynamo_also_to_a_kept_request_and_the_first_come_back(
+    pair: Deployment, models: Models, oracle: Oracle, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "there").symlink_to(tmp_path / "here")
+    transport = genapi.weights.Filesystem(
+        tmp_path / "here", worker_dir=str(tmp_path / "there"), keep=2, shard_bytes=SHARD
+    )
+    async with genapi.connect(pair.target, run="files") as fleet:
+        await fleet.wait_ready(timeout_s=60)
+        judge = Judge(oracle, {0: models.seed0, 1: models.seed1, 2: models.seed0})
+        async with genapi.WeightPublisher(fleet, transport=transport, timeouts=LIMITS) as p:
+            await p.publish(0, weights(models.seed0))
+            first = await everywhere(fleet)
+            pauses = []
+            async with fleet.stream(request(tokens=1500)) as events:
+                await anext(events)
+                for step, folder in ((1, models.seed1), (2, models.seed0)):
+                    report = await p.publish(step, weights(folder))
+                    assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+                    assert [r.evidence for r in report.receipts] == [Evidence.OWN_LABEL] * 2
+                    pauses += [r.paused_s for r in report.receipts]
+                    snapshot = await fleet.snapshot()
+                    assert {w.label for w in snapshot.workers} == {report.version.label}
+                    for reply in await everywhere(fleet):
+                        policy = reply.output.policy
+                        assert policy.oldest == policy.newest == report.version
+                        judge.check(reply, PROMPT, source=INFERRED)
+                kept = [event async for event in events][-1]
+            assert isinstance(kept, genapi.Finished)
+            (span,) = kept.reply.output.policy.spans
+            assert span.lo is not None
+            assert span.hi is not None
+            assert (span.lo.step, span.hi.step) in ((0, 1), (0, 2))
+            whole = Judge(oracle, judge.folders)  # of one long reply a few ties are to be expected
+            whole.check(kept.reply, PROMPT, source=INFERRED)
+            assert whole.ties < FEW
             last = await everywhere(fleet)
             assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
             print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")

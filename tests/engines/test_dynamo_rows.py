@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import http
-from collections.abc import AsyncIterator, Iterator
+import pathlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,13 +19,16 @@ from safetensors.torch import load_file
 
 import genapi
 from genapi import Outcome
+from genapi.providers.dynamo import files as dynamo_files
 from genapi.providers.dynamo.verdicts import ROWS
 from genapi.publication.evidence import Observed, Op, Reached, Seen
 from genapi.publication.table import Phase
 from genapi.types.worker import Evidence, FenceStrength, Recovery
+from genapi.weights import Filesystem
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment
 from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Meddled
+from tests.engines.test_filesystem import SHARD, cases_of, fails_and_comes_back, ruins_of
 from tests.engines.test_rows import (
     ANY,
     FUSED,
@@ -88,11 +94,11 @@ def relabel(server: Server) -> None:
 
 @contextlib.asynccontextmanager
 async def publishing_to(
-    way: Way, deployment: Deployment, run: str
+    way: Way, deployment: Deployment, run: str, *, files: Filesystem | None = None
 ) -> AsyncIterator[tuple[Publication, genapi.WeightPublisher, genapi.Fleet]]:
     """A publication to come to the only worker, and its publisher."""
     (server,) = deployment.workers
-    async with publishing(way, server, run, place=deployment.target) as everything:
+    async with publishing(way, server, run, place=deployment.target, files=files) as everything:
         yield everything
 
 
@@ -172,6 +178,7 @@ WAYS: dict[str, Way] = {
 }
 REJECTED = Way(Seen(Op.UPDATE, Observed.REJECTED, Reached.SENT))
 NOT_HEALED = Way(Seen(Op.HEAL, Observed.REJECTED, Reached.NOT_BEGUN))
+REFUSED = Way(Seen(Op.HEAL, Observed.REFUSED, Reached.NOT_BEGUN))
 NOT_FINISHED = Way(Seen(Op.FINISH, Observed.REJECTED, Reached.SENT))
 NOT_CLOSED = Way(Seen(Op.CLOSE, Observed.REJECTED, Reached.SENT), breaks="late")
 
@@ -299,6 +306,73 @@ async def test_both_replies_lost_are_decided_by_the_label_that_dynamo_reads_back
         await p.publish(2, weights(models.seed0))
 
 
+# Weights through files.
+
+LOAD = "/engine/update_weights_from_disk:reload_weights"
+CASES = cases_of(LOAD, RESUME, relabel, outlives_cuts=True)
+RUINS = ruins_of(LOAD)
+
+
+@engine
+@pytest.mark.parametrize("what", CASES)
+async def test_a_row_says_what_is_true_of_a_load_by_dynamo_and_its_way_back_leads_back(
+    what: str, alone: Deployment, models: Models, oracle: Oracle, tmp_path: pathlib.Path
+) -> None:
+    (server,) = alone.workers
+    files = Filesystem(tmp_path, shard_bytes=SHARD)
+    opened = publishing_to(CASES[what].way_in(tmp_path), alone, what, files=files)
+    await fails_and_comes_back(opened, partial(relabel, server), models, oracle, source="inferred")
+
+
+@engine
+@pytest.mark.parametrize("what", RUINS)
+async def test_a_worker_of_dynamo_that_is_gone_in_a_load_is_dead_and_has_to_be_restarted(
+    what: str, alone: Deployment, models: Models, tmp_path: pathlib.Path
+) -> None:
+    (server,) = alone.workers
+    files = Filesystem(tmp_path / "w")
+    async with publishing_to(RUINS[what], alone, what, files=files) as (publication, p, _):
+        receipt = await publication.run(p, weights(models.seed1))
+        assert receipt.fence is not None
+        assert receipt.fence.strength is FenceStrength.DEAD
+    alone.kill(server)
+
+
+@engine
+async def test_a_tensor_of_another_shape_is_rejected_by_dynamo_and_healed_by_nothing(
+    alone: Deployment, models: Models, tmp_path: pathlib.Path
+) -> None:
+    (server,) = alone.workers
+    tensors = load_file(models.seed1 / "model.safetensors")
+    bad = genapi.weights.from_tensors(tensors | {FUSED: torch.zeros(3, 3)})
+    files = Filesystem(tmp_path / "w")
+    async with publishing_to(REJECTED, alone, "shape", files=files) as (publication, p, _):
+        await publication.run(p, bad)
+    # A process that does not know what happened tries to heal it, and learns of it.
+    async with publishing_to(NOT_HEALED, alone, "unhealed", files=files) as (publication, p, _):
+        await publication.run(p, weights(models.seed1))
+    alone.kill(server)
+
+
+@engine
+async def test_dynamo_without_weight_transfer_loads_files_exactly_but_cannot_be_healed(
+    deploy: Deploy, models: Models, oracle: Oracle, tmp_path: pathlib.Path
+) -> None:
+    def plain(model: pathlib.Path) -> Sequence[str]:
+        return [flag for flag in VLLM_WORKER.flags(model) if "weight-transfer" not in flag]
+
+    lost = Way(Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Meddled(LOAD, "lose"),))
+    files = Filesystem(tmp_path / "w")
+    with deploy(replace(VLLM_WORKER, flags=plain)) as deployment:
+        async with publishing_to(ANY, deployment, "plain", files=files) as (_, p, fleet):
+            await comes_back(p, fleet, models, oracle)
+        async with publishing_to(lost, deployment, "lost", files=files) as (publication, p, _):
+            await publication.run(p, weights(models.seed1))
+        async with publishing_to(REFUSED, deployment, "no", files=files) as (publication, p, _):
+            receipt = await publication.run(p, weights(models.seed1))
+            assert "--weight-transfer-config" in (receipt.error or "")
+
+
 ELSEWHERE = {
     Seen(Op.PROBE, Observed.DONE, Reached.HELD): "every publication",
     Seen(None, Observed.DEAD, Reached.NOT_BEGUN): "a worker that was killed",
@@ -310,5 +384,13 @@ def test_every_row_that_was_run_is_reached_on_a_real_dynamo() -> None:
     ways = [*WAYS.values(), REJECTED, NOT_HEALED, NOT_FINISHED, NOT_CLOSED]
     reached = {way.row for way in ways} | set(ELSEWHERE)
     for row in ROWS:
+        places = {Seen(row.op, row.observed, at) for at in row.reached}
+        assert row.source.startswith("RUN") == bool(places & reached), row
+
+
+def test_every_row_of_files_that_was_run_is_reached_on_a_real_dynamo() -> None:
+    ways = [*(case.way for case in CASES.values()), *RUINS.values(), REJECTED, NOT_HEALED, REFUSED]
+    reached = {way.row for way in ways} | {Seen(Op.PROBE, Observed.DONE, Reached.HELD)}
+    for row in dynamo_files.ROWS:
         places = {Seen(row.op, row.observed, at) for at in row.reached}
         assert row.source.startswith("RUN") == bool(places & reached), row

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -37,7 +38,7 @@ from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Meddled
 from tests.engines.kit.server import VLLM, Engine, Server, serving
 from tests.engines.kit.sglang.engine import SGLANG
-from tests.engines.test_rows import ANY, BAD, FUSED, Way, leads_back, publishing
+from tests.engines.test_rows import ANY, BAD, FUSED, Publication, Way, leads_back, publishing
 from tests.engines.test_vllm import LIMITS, PROMPT, everywhere, failed, request, target, weights
 
 if TYPE_CHECKING:
@@ -172,6 +173,19 @@ class Case:
     way: Way
     cut: int | None = None
 
+    def way_in(self, folder: pathlib.Path) -> Way:
+        """The way of a publication through files in that folder, the only one in it."""
+        if self.cut is None:
+            return self.way
+        place = self.cut
+
+        def cut(_: Server) -> None:
+            (version,) = folder.iterdir()
+            file = sorted(version.glob("*.safetensors"))[place]
+            file.write_bytes(file.read_bytes()[:-1000])
+
+        return replace(self.way, at=Phase.BEGIN, hook=cut)
+
 
 def elsewhere(body: dict[str, Any]) -> dict[str, Any]:
     """The load of a directory that is not there."""
@@ -181,7 +195,20 @@ def elsewhere(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(name: str) -> dict[str, Case]:
-    load, relabel = LOAD[name], RELABEL[name]
+    return cases_of(LOAD[name], RESUME[name], RELABEL[name], outlives_cuts=name == "vllm")
+
+
+def cases_of(
+    load: str, resume: str, relabel: Callable[[Server], None], *, outlives_cuts: bool
+) -> dict[str, Case]:
+    """What goes wrong with a server and can be healed.
+
+    Args:
+        load: the call by which it is told to load.
+        resume: the one by which it is resumed.
+        relabel: labels it as somebody else would.
+        outlives_cuts: whether it lives on with a file that is cut short.
+    """
     unreadable = Seen(Op.UPDATE, Observed.UNREADABLE, Reached.SENT)
     found = {
         "a directory that the worker does not have": Case(
@@ -209,7 +236,7 @@ def cases(name: str) -> dict[str, Case]:
         "a resume that something in between refused": Case(
             Way(
                 Seen(Op.READ, None, Reached.HELD),
-                (Meddled(RESUME[name], "refuse"),),
+                (Meddled(resume, "refuse"),),
                 error="resume: ",
             )
         ),
@@ -224,7 +251,7 @@ def cases(name: str) -> dict[str, Case]:
             )
         ),
     }
-    if name == "vllm":
+    if outlives_cuts:
         found["a first file that is cut short"] = Case(Way(unreadable), cut=0)
         found["a last file that is cut short"] = Case(Way(unreadable), cut=-1)
     return found
@@ -238,6 +265,11 @@ def kill(server: Server) -> None:
 
 
 def ruins(name: str) -> dict[str, Way]:
+    return ruins_of(LOAD[name])
+
+
+def ruins_of(load: str) -> dict[str, Way]:
+    """What kills a server that is told to load by this call."""
     return {
         "killed before it was asked to begin": Way(
             Seen(None, Observed.DEAD, Reached.NOT_BEGUN),
@@ -246,7 +278,7 @@ def ruins(name: str) -> dict[str, Way]:
             error="confirm: ",
         ),
         "killed before the load": Way(
-            Seen(None, Observed.DEAD, Reached.SENT), at=(LOAD[name], 1), hook=kill, error="update: "
+            Seen(None, Observed.DEAD, Reached.SENT), at=(load, 1), hook=kill, error="update: "
         ),
     }
 
@@ -284,6 +316,30 @@ def own(kind: Engine, models: Models, folder: pathlib.Path) -> Iterator[Server]:
         yield server
 
 
+Opened = contextlib.AbstractAsyncContextManager[
+    tuple[Publication, genapi.WeightPublisher, genapi.Fleet]
+]
+
+
+async def fails_and_comes_back(
+    opened: Opened,
+    relabel: Callable[[], None],
+    models: Models,
+    oracle: Oracle,
+    *,
+    source: str = "engine",
+) -> None:
+    """A publication comes to its row, and the way back that the row names leads back."""
+    async with opened as (publication, p, fleet):
+        receipt = await publication.run(p, weights(models.seed1))
+        publication.operations.clear()
+        if receipt.recovery is Recovery.REPUBLISH:
+            relabel()
+        await leads_back(p, fleet, models, oracle, source=source)
+        heals = receipt.recovery is Recovery.CLOSE_THEN_REPUBLISH
+        assert (Op.HEAL in publication.operations) == heals
+
+
 @engine
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "what"), CASES)
@@ -295,26 +351,9 @@ async def test_a_row_says_what_is_true_of_a_load_and_its_way_back_leads_back(  #
     oracle: Oracle,
     tmp_path: pathlib.Path,
 ) -> None:
-    case, server = cases(name)[what], alone(name)
-    way = case.way
-    if case.cut is not None:
-        place = case.cut
-
-        def cut(_: Server) -> None:
-            (version,) = tmp_path.iterdir()
-            file = sorted(version.glob("*.safetensors"))[place]
-            file.write_bytes(file.read_bytes()[:-1000])
-
-        way = replace(way, at=Phase.BEGIN, hook=cut)
-    files = Filesystem(tmp_path, shard_bytes=SHARD)
-    async with publishing(way, server, what, files=files) as (publication, p, fleet):
-        receipt = await publication.run(p, weights(models.seed1))
-        publication.operations.clear()
-        if receipt.recovery is Recovery.REPUBLISH:
-            RELABEL[name](server)
-        await leads_back(p, fleet, models, oracle)
-        heals = receipt.recovery is Recovery.CLOSE_THEN_REPUBLISH
-        assert (Op.HEAL in publication.operations) == heals
+    server, files = alone(name), Filesystem(tmp_path, shard_bytes=SHARD)
+    opened = publishing(cases(name)[what].way_in(tmp_path), server, what, files=files)
+    await fails_and_comes_back(opened, partial(RELABEL[name], server), models, oracle)
 
 
 @engine
