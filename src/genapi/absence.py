@@ -3,7 +3,7 @@
 The rule of this file: one failed read shows nothing, and a worker that is left out stays fenced.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -20,6 +20,7 @@ from genapi.errors import (
 from genapi.events import WorkerLeftOut
 from genapi.fleet import Fleet
 from genapi.membership import Member
+from genapi.providers.base import Listed, WorkerFacts
 from genapi.receipts import receipt_left_out
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
@@ -50,6 +51,7 @@ class Absences:
         self._timeouts = timeouts
         self._min_workers = min_workers
         self._restarter = restarter
+        self._came: set[str] = set()
 
     async def restart_broken(self) -> set[str]:
         """Have servers restarted that do not answer or cannot be healed, and wait for them.
@@ -64,6 +66,7 @@ class Absences:
         missing: set[str] = set()
         if self._restarter is None:
             return missing
+        self._came.clear()
         await self._fleet.snapshot()
         results = await fan_out(
             {
@@ -109,24 +112,71 @@ class Absences:
         fleet, limit_s = self._fleet, self._timeouts.restart_s
         # One that this process never reached has no name yet but its address.
         old = member.id or nameless(fleet.membership.provider, member)
+        lacks: str | None = "its restarter did not return"
         with anyio.move_on_after(limit_s):
+            before = await fleet.listed()
             try:
                 await restarter(old, member.url)
             except Exception as error:
                 raise FleetError(f"the restarter failed on {old}: {error!r}") from error
-            while True:
+            lacks = f"nobody answers at {member.url}"
+            while lacks is not None:
                 try:
-                    facts = await fleet.inspect(member.url)
+                    lacks = await self._lacks(old, member, before)
                 except GenAPIError as error:
-                    if _is_gone(error):
-                        member.suspect = True  # an engine that names no instance has a new life now
+                    lacks = str(error)
+                if lacks is not None:
                     await anyio.sleep(_READ_AGAIN_S)
-                    continue
-                if fleet.membership.identify(member.url, facts) != old:
-                    fleet.membership.learn(member.url, facts)
-                    return
-                await anyio.sleep(_READ_AGAIN_S)
-        raise FleetError(f"{old} was not back as another process within restart_s={limit_s:g}")
+        if lacks is not None:
+            raise FleetError(
+                f"{old} was not back as another process within restart_s={limit_s:g}: {lacks}"
+            )
+
+    async def _lacks(
+        self, old: WorkerId, member: Member, before: Sequence[Listed] | None
+    ) -> str | None:
+        """What is missing until another process is there in the place of `old`; None = nothing.
+
+        Args:
+            old: who was restarted.
+            member: the same, as it was known.
+            before: who was listed before that; None = workers do not come and go.
+
+        Raises:
+            GenAPIError: who is there cannot be read.
+        """
+        now = await self._fleet.listed()
+        if before is None or now is None:
+            lacks = await self._lacks_at_its_address(old, member)
+            return lacks and f"{lacks}; one that comes elsewhere has to be discovered"
+        if any(w.url == member.url and w.error is None for w in now):
+            lacks = await self._lacks_at_its_address(old, member)
+            return lacks and f"it is listed there still, and {lacks}"
+        member.suspect = True
+        if any(w.facts.id == old for w in now):
+            return "it is listed still"
+        known = {_life(worker) for worker in before}
+        new = [w for w in now if w.error is None and _life(w) not in known]
+        for worker in new:
+            facts = await self._fleet.inspect(worker.url)
+            if worker.url not in self._came and _takes_place(facts, of=member):
+                self._came.add(worker.url)  # of several that are restarted each has one of its own
+                return None
+        others = "".join(f", and {w.url} is none" for w in new)
+        return f"nobody is listed at {member.url} or came in its place since{others}"
+
+    async def _lacks_at_its_address(self, old: WorkerId, member: Member) -> str | None:
+        membership = self._fleet.membership
+        try:
+            facts = await self._fleet.inspect(member.url)
+        except GenAPIError as error:
+            if _is_gone(error):
+                member.suspect = True  # an engine that names no instance has a new life now
+            return str(error)
+        if membership.identify(member.url, facts) == old:
+            return f"the old process still answers at {member.url}"
+        membership.learn(member.url, facts)
+        return None
 
     async def _standing(self, member: Member) -> Fence | None:
         """The fence that keeps a worker from taking part, as it was just read; None = it may."""
@@ -183,6 +233,20 @@ def check_reached(members: Iterable[Member]) -> None:
             "min_workers=...); fleet.wait_ready() says how each one fails"
         )
         raise FleetError(message)
+
+
+def _life(worker: Listed) -> object:
+    """What tells a life in a list: its name, or its address where lives have none there."""
+    return worker.facts.id or worker.url
+
+
+def _takes_place(facts: WorkerFacts, *, of: Member) -> bool:
+    """Whether a worker does what another one did: its role, in its component."""
+    if of.facts is not None and facts.role is not of.facts.role:
+        return False
+    if facts.id is None or of.id is None:
+        return True
+    return (facts.id.namespace, facts.id.component) == (of.id.namespace, of.id.component)
 
 
 def _needs_restart(member: Member) -> bool:

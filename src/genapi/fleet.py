@@ -32,6 +32,7 @@ from genapi.providers import registry
 from genapi.providers.base import (
     DecodeContext,
     Directory,
+    Listed,
     Listing,
     Pin,
     Provider,
@@ -467,6 +468,14 @@ class Fleet:
         if self._directory is not None:
             known = self._listed(url, await self._list())
         return await self._inspect(url, known, timeout_s=timeout_s)
+
+    async def listed(self) -> tuple[Listed, ...] | None:
+        """Who the directory lists now, for genapi's own publisher; None = there is none.
+
+        Raises:
+            FleetError: it cannot be read now.
+        """
+        return None if self._directory is None else (await self._list()).workers
 
     async def _inspect(
         self, url: str, known: WorkerFacts | None, *, timeout_s: float | None = None

@@ -427,6 +427,114 @@ async def test_a_restarter_brings_a_broken_worker_back_at_its_address() -> None:
         assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
 
 
+async def stand_by(d: Deployment, *numbers: int) -> None:
+    """Take workers away, to be started elsewhere in place of others."""
+    for number in numbers:
+        d.workers[number].kill()
+    await d.cluster.clock.sleep(30)
+    await d.fleet.snapshot()
+
+
+def lists_read(d: Deployment) -> int:
+    """How often the list of workers was read."""
+    return sum(path == "/v1/rl/workers" for _, path, _ in d.calls.calls)
+
+
+async def test_a_worker_that_is_restarted_at_another_address_is_found_and_published_to() -> None:
+    async with deployed(3) as d:
+        await stand_by(d, 2)
+        await d.publish(1)
+        gone = d.id(1)
+
+        async def restart(worker: Any, url: str) -> None:
+            assert (worker.instance, url) == (gone, "memory://3")
+            d.workers[2].restart()
+
+        d.workers[1].kill()
+        async with d.publisher(restarter=restart) as publisher, anyio.create_task_group() as tasks:
+
+            async def end_its_lease() -> None:
+                # Both are listed for a while: the new one, and the old one with an error.
+                await until(lambda: lists_read(d) > seen + 2)
+                await d.cluster.clock.sleep(30)
+
+            seen = lists_read(d)
+            tasks.start_soon(end_its_lease)
+            report = await publisher.publish(2, from_tensors(weights(2)))
+        assert report.committed
+        assert {r.worker.instance for r in report.receipts} == {d.id(0), d.id(2)}
+        replies = [await d.fleet.generate(request()) for _ in range(4)]
+        assert {instance(reply.worker) for reply in replies} == {d.id(0), d.id(2)}
+        assert all(reply.output.token_ids == greedy(2, [1, 2, 3], 8) for reply in replies)
+
+
+async def test_of_several_that_are_restarted_elsewhere_each_has_a_successor_of_its_own() -> None:
+    async with deployed(5) as d:
+        await stand_by(d, 3, 4)
+        await d.publish(1)
+        for number in (1, 2):
+            d.workers[number].kill()
+        asked: list[str] = []
+
+        async def restart(_worker: Any, url: str) -> None:
+            asked.append(url)
+            if len(asked) == 1:
+                await d.cluster.clock.sleep(30)
+                d.workers[3].restart()
+                return
+            await until(lambda: lists_read(d) > seen + 4)
+            d.workers[4].restart()  # long after the other one was found
+
+        seen = lists_read(d)
+        async with d.publisher(restarter=restart) as publisher:
+            report = await publisher.publish(2, from_tensors(weights(2)))
+        assert sorted(asked) == ["memory://3", "memory://4"]
+        assert {r.worker.instance for r in report.receipts} == {d.id(n) for n in (0, 3, 4)}
+
+
+async def test_a_restarted_worker_has_no_successor_in_one_of_another_component() -> None:
+    async with deployed(5, prefill="2") as d:  # the last two prefill
+        await stand_by(d, 2)
+        await d.publish(1, mode="drain")
+        d.workers[4].kill()
+
+        async def restart(_worker: Any, _url: str) -> None:
+            await d.cluster.clock.sleep(30)
+            d.workers[2].restart()  # decodes
+
+        limits = QUICK.model_copy(update={"restart_s": 1.5})
+        with pytest.raises(FleetError, match=r"restart_s=1.5: nobody is .* memory://4 is none"):
+            await d.publish(2, mode="drain", restarter=restart, timeouts=limits)
+        assert d.workers[0].engine.label == "genapi:r:1:1"
+
+
+@pytest.mark.parametrize(
+    ("leaves", "lacks"),
+    [
+        (True, "nobody is listed at memory://3 or came in its place since"),
+        (False, "it is listed there still, and the old process still answers at memory://3"),
+    ],
+)
+async def test_an_error_says_why_nobody_is_known_for_a_restarted_worker(
+    leaves: bool, lacks: str
+) -> None:
+    async with deployed() as d:
+        await d.publish(1)
+        rejected = '{"status":"error","message":"Attempted to load weight"}'
+        d.fail(1, UPDATE, "error", nth=3, status=200, body=rejected)
+        with pytest.raises(PublishError):
+            await d.publish(2)
+
+        async def restart(_worker: Any, _url: str) -> None:
+            if leaves:
+                d.workers[1].kill()
+                await d.cluster.clock.sleep(30)
+
+        limits = QUICK.model_copy(update={"restart_s": 1.0})
+        with pytest.raises(FleetError, match=lacks):
+            await d.publish(2, restarter=restart, timeouts=limits)
+
+
 async def test_a_frontend_that_is_away_makes_no_worker_dead() -> None:
     async with deployed() as d:
         await d.publish(1)
