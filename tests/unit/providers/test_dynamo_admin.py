@@ -9,12 +9,14 @@ import pytest
 
 from genapi import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Admin, Capabilities, WorkerFacts
+from genapi.providers.dynamo import Launch as DynamoLaunch
 from genapi.publication.evidence import Answer, Observed
 from genapi.publication.plan import InFlightKV, PauseMode, PausePlan, PrefixCache
 from genapi.types.ids import Role, WorkerId
 from genapi.wire.flow import Flow
 from genapi.wire.http import HTTPCall, HTTPReply
 from tests.support.dynamo_wire import PROVIDER, recorded
+from tests.support.launch_plans import planned, texts
 from tests.support.transcripts import play
 
 SERVER = "http://engine:9"
@@ -92,6 +94,13 @@ def test_the_python_worker_is_told_what_its_engine_is_to_do() -> None:
         engine("set_weight_version", {"weight_version": LABEL}),
         engine("resume_generation", {}),
     ]
+
+
+def test_an_engine_gives_up_joining_before_its_worker_ends_itself_however_it_was_started() -> None:
+    _, worker = planned(DynamoLaunch(model="some/model")).components
+    ends_s = float(texts(worker.environment)["DYN_RL_INIT_WEIGHTS_TIMEOUT_S"])
+    join, *_ = session(admin())
+    assert join[2]["init_info"]["timeout_s"] < ends_s == 30  # what one started by hand has
 
 
 def test_the_sidecar_has_a_route_for_each_phase() -> None:

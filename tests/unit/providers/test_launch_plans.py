@@ -137,7 +137,7 @@ def test_a_dynamo_frontend_and_its_workers_find_each_other_in_a_folder_of_their_
     }
     assert texts(first.environment) == shared | {
         "DYN_SYSTEM_PORT": "20003",
-        "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": "600",
+        "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": "30",
     }
     assert deployment.fleet.target == "dynamo://127.0.0.1:8000?discovery=20002"
     # Dynamo reads the port of administration as a signed number of 16 bits.

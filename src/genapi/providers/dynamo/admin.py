@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 from genapi.errors import ConfigError, ReplyError, UnsupportedError
 from genapi.providers.base import Admin, WorkerFacts
 from genapi.providers.dynamo.discovery import label_of
+from genapi.providers.dynamo.ranks import JOIN_S
 from genapi.providers.dynamo.routes import Family
 from genapi.providers.dynamo.verdicts import NO_METHOD, VERDICTS, answer_of
 from genapi.providers.shapes.answers import in_need_of_sessions
@@ -42,7 +43,6 @@ __all__ = (
 
 _MODES: Final = {"abort": "abort", "drain": "wait", "keep": "keep"}
 _CONFIRMATIONS: Final = 3
-_JOIN_S: Final = 25.0
 _GROUP: Final = "genapi"
 _HERE: Final = "this Dynamo worker"
 _NO_SUMS: Final = (
@@ -135,13 +135,12 @@ class PythonWorker(DynamoWorker):
     def join(self, init_info: Mapping[str, Any], *, rank_offset: int, backend: str) -> Flow[Answer]:
         """Join the transfer group; it replaces an older one.
 
-        A worker's process ends when this takes DYN_RL_INIT_WEIGHTS_TIMEOUT_S, which is 30 unless
-        it was told otherwise: the engine gives up before that.
+        A worker's process ends when this takes `JOIN_ENDS_S`: the engine gives up before that.
         """
         del backend
         info = {**init_info, "rank_offset": rank_offset}
         if "timeout_s" in info:
-            info["timeout_s"] = min(info["timeout_s"], _JOIN_S)
+            info["timeout_s"] = min(info["timeout_s"], JOIN_S)
         body = {"engine_rpc": "init_weight_transfer_engine", "init_info": info}
         reply = yield from call(_engine("init_weights_update_group", body))
         return answer_of(Op.JOIN, reply)

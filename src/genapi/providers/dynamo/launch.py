@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from genapi.providers.dynamo.ranks import JOIN_ENDS_S
 from genapi.providers.shapes.launch import (
     LaunchConfig,
     address,
@@ -29,8 +30,6 @@ Some = Annotated[int, Field(ge=0, strict=True)]
 
 _FRONTEND = "frontend"
 _SYSTEM_PORT_END = 32768  # DYN_SYSTEM_PORT is read as a signed number of 16 bits
-_JOIN_S = 600
-"""A worker that waits longer for a transfer group ends its process; 30 s is Dynamo's default."""
 _NO_BROKER = "xsub=tcp://127.0.0.1:9 , xpub=tcp://127.0.0.1:9"
 """Events go nowhere. Without a broker their publishers listen at every interface."""
 _FIELDS = {
@@ -209,7 +208,7 @@ class Launch(LaunchConfig):
         own: dict[str, str | Key] = {
             **self._common(place),
             "DYN_SYSTEM_PORT": str(port),
-            "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": str(_JOIN_S),
+            "DYN_RL_INIT_WEIGHTS_TIMEOUT_S": f"{JOIN_ENDS_S:g}",
         }
         if not alone:
             own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = self.host
