@@ -124,6 +124,35 @@ def test_either_sign_of_a_migration_is_enough(last: dict[str, Any]) -> None:
     assert reply.output.extra["migrated"] is True
 
 
+@pytest.mark.parametrize("candidates", [[{"a": -1.0}, {"b": -2.0}], {"of": "another shape"}])
+def test_lists_that_the_reply_holds_already_or_nobody_asked_for_are_passed_over(
+    candidates: Any,
+) -> None:
+    said = {"prompt_token_ids": PROMPT, "completion_logprobs": [-1.0, -2.0], "finished": True}
+    body = chunk([7, 8], "stop", engine_data={**said, "completion_token_ids": [7, 8]})
+    body["choices"][0]["logprobs"] = {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.0, -2.0],
+        "top_logprobs": candidates,
+        "text_offset": [0, 1],
+    }
+    out = decode(body, request(logprobs=0)).output
+    assert same(out.logprobs, [-1.0, -2.0])
+    assert (out.top_logprobs, dict(out.extra)) == (None, {"engine_data": {"finished": True}})
+
+
+@pytest.mark.parametrize("ids", [["a"], {}])
+def test_tokens_of_a_worker_that_are_no_ids_break_the_contract(ids: Any) -> None:
+    with pytest.raises(ReplyError, match="engine_data breaks its contract"):
+        decode(chunk([7], "stop", engine_data={"completion_token_ids": ids}), request())
+
+
+def test_what_a_worker_says_in_another_form_than_an_object_is_kept_as_it_came() -> None:
+    out = decode(chunk([7], "stop", engine_data=["x", 1]), request(logprobs=None)).output
+    assert out.extra["engine_data"] == ["x", 1]
+    assert "migrated" not in out.extra
+
+
 def test_what_a_worker_of_ones_own_says_is_kept_and_not_believed() -> None:
     *_, first, second = recorded("custom_worker_weight_version_in_engine_data")
     reply = read(first)

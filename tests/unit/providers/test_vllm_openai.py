@@ -411,6 +411,17 @@ def test_candidates_that_are_named_by_text_are_no_top_logprobs() -> None:
     assert same(output.logprobs, [-2.5, -0.5])
 
 
+@pytest.mark.parametrize("listed", [{"token_id:3": -1.0}, [{"token_id:3": "x"}], [[-1.0]]])
+def test_candidates_of_another_shape_break_the_contract_where_they_were_asked_for(
+    listed: Any,
+) -> None:
+    logprobs = {"tokens": ["token_id:3"], "token_logprobs": [-1.0], "top_logprobs": listed}
+    body = completion([3], logprobs)
+    with pytest.raises(ReplyError, match="top_logprobs break their contract"):
+        decode(body, asked({"prompt": "x"}, logprobs=2))
+    assert decode(body, asked({"prompt": "x"}, logprobs=0)).output.top_logprobs is None
+
+
 @pytest.mark.case("LOGP-12")
 def test_text_that_lacks_the_matched_stop_does_not_touch_ids_and_scores() -> None:
     logprobs = {"tokens": ["a", "END"], "token_logprobs": [-1.0, -2.0]}

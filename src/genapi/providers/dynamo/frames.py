@@ -13,7 +13,7 @@ from genapi.providers.shapes.bodies import fields_of, kept, parse_body, unknown_
 from genapi.providers.shapes.choices import NULL
 from genapi.providers.shapes.tokens import Id
 
-__all__ = ("EngineData", "NvExt", "WorkerIds", "parse_nvext")
+__all__ = ("NvExt", "WorkerIds", "parse_engine_data", "parse_nvext")
 
 InstanceId = Annotated[int, Meta(ge=0)]
 
@@ -25,12 +25,6 @@ class WorkerIds(Struct, gc=False):
     decode_worker_id: InstanceId | None = None
     prefill_dp_rank: int | None = None
     decode_dp_rank: int | None = None
-
-
-class EngineData(Struct, gc=False):
-    """What the last worker itself says, at the end; the frontend passes it on unread."""
-
-    completion_token_ids: list[Id] | None = None
 
 
 class NvExt(Struct, gc=False):
@@ -51,7 +45,10 @@ class _Closed(NvExt, gc=False, forbid_unknown_fields=True):
 
 _closed = msgspec.json.Decoder(_Closed)
 _open = msgspec.json.Decoder(NvExt)
+_ids = msgspec.json.Decoder(list[Id] | None)
 _NOTHING = NvExt()
+_HELD = ("prompt_token_ids", "completion_logprobs", "prompt_logprobs")
+"""Lists of `engine_data` that the reply holds already: they are passed over unread."""
 
 
 def parse_nvext(raw: Raw) -> tuple[NvExt, dict[str, Any]]:
@@ -67,3 +64,20 @@ def parse_nvext(raw: Raw) -> tuple[NvExt, dict[str, Any]]:
         return typed, {}
     with kept():
         return typed, unknown_of(fields_of(raw), NvExt)
+
+
+def parse_engine_data(raw: Raw) -> tuple[list[int] | None, Any]:
+    """The tokens that the last worker made, and what else it says itself at the end.
+
+    The frontend passes it on unread.
+
+    Raises:
+        msgspec.MsgspecError, RecursionError: it is not JSON, or its tokens are no ids.
+    """
+    try:
+        found = fields_of(raw)
+    except msgspec.ValidationError:
+        return None, msgspec.json.decode(raw)  # no object
+    fields = {name: value for name, value in found.items() if name not in _HELD}
+    made = _ids.decode(fields.pop("completion_token_ids", NULL))
+    return made, {name: msgspec.json.decode(value) for name, value in fields.items()}

@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from genapi.errors import ReplyError
 from genapi.providers.base import DecodeContext
-from genapi.providers.dynamo.frames import EngineData, NvExt, WorkerIds, parse_nvext
+from genapi.providers.dynamo.frames import NvExt, WorkerIds, parse_engine_data, parse_nvext
 from genapi.providers.dynamo.remarks import remark_on
 from genapi.providers.shapes.choices import NULL, Output
 from genapi.providers.shapes.openai import Body, Choice, OpenAIReply
@@ -28,8 +28,6 @@ __all__ = ("Accumulator",)
 _FINISH = {"eos": FinishReason.STOP, "cancelled": FinishReason.ABORT}
 _NO_SCORE: Final = -1e30
 """What workers write for a score that is not finite (READ vllm/handlers.py)."""
-_LISTS = ("completion_token_ids", "prompt_token_ids", "completion_logprobs", "prompt_logprobs")
-"""Of `engine_data`: what the reply holds already."""
 
 
 class _Output(Output):
@@ -102,14 +100,9 @@ class Accumulator(OpenAIReply):
 
     def _take_engine_data(self, output: Output, raw: Raw) -> None:
         try:
-            data = msgspec.json.decode(raw)
-            typed = msgspec.convert(data, EngineData) if isinstance(data, dict) else EngineData()
+            self._last_ids, output.extra["engine_data"] = parse_engine_data(raw)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ReplyError(f"nvext.engine_data breaks its contract: {error}") from None
-        self._last_ids = typed.completion_token_ids
-        if isinstance(data, dict):
-            data = {name: value for name, value in data.items() if name not in _LISTS}
-        output.extra["engine_data"] = data
 
     def _is_migrated(self) -> bool:
         """Whether one worker went on with what another had begun."""

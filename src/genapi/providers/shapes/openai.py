@@ -31,13 +31,12 @@ _TOKEN_ID = re.compile(r"token_id:(\d+)")
 
 
 class Entry(Struct, gc=False):
-    """One token with its score, or one candidate."""
+    """One token with its score, or one candidate. Candidates are read only where they are kept."""
 
     token: str | None = None
     logprob: float | None = None
     token_id: Id | None = None
-    bytes: Any = None
-    top_logprobs: "list[Entry | None] | None" = None
+    top_logprobs: Raw = NULL
 
     @property
     def named(self) -> int | None:
@@ -46,14 +45,15 @@ class Entry(Struct, gc=False):
 
 
 class Scores(Struct, gc=False):
-    """Log-probabilities of a choice: chat has `content`, completions have the parallel lists."""
+    """Log-probabilities of a choice: chat has `content`, completions have the parallel lists.
+
+    Candidates are read only where they are kept.
+    """
 
     content: list[Entry | None] | None = None
     tokens: list[str | None] | None = None
     token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float | None] | None] | None = None
-    text_offset: Any = None
-    refusal: Any = None
+    top_logprobs: Raw = NULL
 
 
 class Message(Struct, gc=False):
@@ -141,6 +141,8 @@ class _ClosedBody(Body, gc=False, forbid_unknown_fields=True):
 
 _closed = msgspec.json.Decoder(_ClosedBody)
 _open = msgspec.json.Decoder(Body)
+_candidates_of_token = msgspec.json.Decoder(list[Entry | None] | None)
+_candidates_of_all = msgspec.json.Decoder(list[dict[str, float | None] | None] | None)
 _list_of_fields = msgspec.json.Decoder(list[dict[str, Raw]])
 _ANY = GenerateRequest(prompt=" ", sampling=SamplingParams(max_tokens=1, logprobs=None))
 """For outputs of which nothing but text is read."""
@@ -355,26 +357,28 @@ def _scores(output: Output, scores: Scores | None, ids: Sequence[int]) -> list[f
         entries = [entry or Entry() for entry in scores.content]
         found = [entry.logprob for entry in entries]
         named = [entry.named for entry in entries]
-        candidates = [entry.top_logprobs for entry in entries]
     else:
         found = scores.token_logprobs or []
         named = [_id_of(token) for token in scores.tokens or [None] * len(found)]
-        candidates = _candidates(scores.top_logprobs or None, len(found))
     if not len(found) == len(named) == len(ids):
         raise ReplyError(
             f"choice {output.index} has {len(ids)} token ids with {len(found)} logprobs"
         )
-    if named != ids:
+    if named != ids and named.count(None) < len(named):
         output.compare(named, ids)
     if output.with_top or "top_logprobs" in output.extra:
-        _keep_candidates(output, candidates)
+        try:
+            _keep_candidates(output, _candidates(scores, len(found)))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ReplyError(f"top_logprobs break their contract: {error}") from None
     return found
 
 
-def _candidates(
-    top: Sequence[Mapping[str, float | None] | None] | None, count: int
-) -> list[list[Entry | None] | None]:
-    if top is None:
+def _candidates(scores: Scores, count: int) -> Sequence[Sequence[Entry | None] | None]:
+    if scores.content is not None:
+        return [_candidates_of_token.decode(e.top_logprobs) if e else None for e in scores.content]
+    top = _candidates_of_all.decode(scores.top_logprobs)
+    if not top:
         return [None] * count
     if len(top) != count:
         raise ReplyError(f"{count} logprobs with the candidates of {len(top)} positions")
@@ -405,5 +409,7 @@ def _keep_candidates(output: Output, positions: Sequence[Sequence[Entry | None] 
 
 
 def _id_of(token: str | None) -> int | None:
-    match = _TOKEN_ID.fullmatch(token) if token is not None else None
+    if token is None or not token.startswith("token_id:"):
+        return None
+    match = _TOKEN_ID.fullmatch(token)
     return None if match is None else int(match[1])
