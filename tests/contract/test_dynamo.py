@@ -694,6 +694,26 @@ async def test_scores_count_for_nobody_where_the_pin_to_a_worker_is_dropped(
     assert not any("probe" in receipt.verified for receipt in caught.value.report.receipts)
 
 
+async def test_a_reply_that_names_nobody_is_of_any_worker_also_where_it_was_pinned() -> None:
+    cluster = Cluster.from_query({"protocol": "dynamo", "workers": "2"})
+    transport = _Unpinned(cluster)
+    transport.extra_fields = ("worker_id",)
+    target = "embedded://?protocol=dynamo"
+    async with genapi.connect(target, transport=transport, refresh_s=1000, run="r") as fleet:
+        await fleet.wait_ready(timeout_s=20)
+        async with genapi.WeightPublisher(fleet, transport=Memory(), timeouts=QUICK) as publisher:
+            await publisher.publish(1, from_tensors(weights(1)))
+            whole = await fleet.generate(request(min_version=1))
+            cluster.workers[1].restart()
+            await fleet.snapshot()  # from now on requests are pinned to the other one
+            replies = [await fleet.generate(request()) for _ in range(2)]
+    assert (whole.worker, bounds(whole)) == (None, (version(1), version(1)))
+    assert [reply.worker for reply in replies] == [None, None]
+    # One of them was made with the file's weights, and nobody can say which.
+    assert len({tuple(reply.output.token_ids) for reply in replies}) == 2
+    assert [bounds(reply) for reply in replies] == [(None, None)] * 2
+
+
 async def test_a_reply_that_moved_though_it_was_pinned_names_nobody() -> None:
     cluster = Cluster.from_query({"protocol": "dynamo", "workers": "3", "migration_limit": "3"})
     target, transport = "embedded://?protocol=dynamo", _Unpinned(cluster)

@@ -84,6 +84,30 @@ def test_ids_of_workers_beyond_what_a_float_holds_are_exact() -> None:
     assert int(float(BIG)) != BIG
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        None,
+        {},
+        {"decode_worker_id": BIG},
+        {"prefill_worker_id": BIG},
+        {"prefill_worker_id": BIG, "decode_worker_id": None},
+    ],
+)
+def test_a_reply_that_does_not_name_both_of_its_workers_is_of_nobody_pinned_or_not(
+    names: Any,
+) -> None:
+    body = chunk([1], "stop", worker_id=names)
+    pinned = decode(body, request(), worker=worker(BIG))
+    for reply in (
+        pinned,
+        decode(body, request()),
+        stream(sse(body), request(), worker=worker(BIG)),
+    ):
+        assert (reply.worker, reply.prefill_worker) == (None, None)
+        assert reply.attempts[-1].worker is None
+
+
 def test_an_error_in_a_stream_that_ends_properly_is_an_error_that_keeps_the_tokens() -> None:
     call = recorded("stream_worker_killed_migration_0")[0]
     lines = [f for f in call.reply.body.split(b"\n\n") if not f.startswith(b"...")]

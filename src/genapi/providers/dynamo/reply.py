@@ -1,7 +1,8 @@
 """How bodies of the OpenAI routes become a `GenerateResponse`: unary and streamed alike.
 
 The rule of this file: no version is read from a reply. Dynamo's workers put none into it, and what
-a worker of somebody's own may put there is in `extra["engine_data"]`.
+a worker of somebody's own may put there is in `extra["engine_data"]`. Who served it is said by the
+reply alone, pinned or not: what drops the names on the way drops the pins with them.
 
 A request that the frontend moved to another worker while it ran names only one of them, and only
 the last one's tokens in `engine_data`; its prompt counts the tokens of those before. Such a reply
@@ -115,10 +116,10 @@ class Accumulator(OpenAIReply):
     def _named(self, reply: GenerateResponse) -> GenerateResponse:
         """The reply with who served it; one that moved names nobody."""
         decode, prefill = self._workers.decode_worker_id, self._workers.prefill_worker_id
-        if decode is None:
-            decode, prefill = prefill, None
         migrated = self._is_migrated()
-        worker = None if migrated else _worker(decode) or self.context.worker
+        # Whoever does both is named twice: of a single name nobody knows whether it was alone.
+        named = not migrated and decode is not None and prefill is not None
+        worker = _worker(decode) if named else None
         extra = {
             name: rank
             for name in ("prefill_dp_rank", "decode_dp_rank")
@@ -128,7 +129,7 @@ class Accumulator(OpenAIReply):
         return reply.model_copy(
             update={
                 "worker": worker,
-                "prefill_worker": None if migrated or prefill == decode else _worker(prefill),
+                "prefill_worker": _worker(prefill) if named and prefill != decode else None,
                 "attempts": tuple(a.model_copy(update={"worker": worker}) for a in reply.attempts),
                 "outputs": tuple(
                     o.model_copy(update={"extra": FrozenDict({**o.extra, **more})}) if more else o
