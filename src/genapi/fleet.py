@@ -160,6 +160,7 @@ class Fleet:
         self._directory = _directory(self.provider, config)
         self._discovery: str | None = None
         self._listing = Listing(workers=(), missing="nothing was read yet")
+        self._confirmed: set[tuple[WorkerId | None, str]] = set()
         self._unlisted: GenAPIError | None = None
         self._stack: AsyncExitStack | None = None
         self._client: Client | None = None
@@ -538,14 +539,11 @@ class Fleet:
             FleetError: two reads do not agree.
         """
         listing = await self._list()
-        names_lives = any(worker.facts.id is not None for worker in listing.workers)
-        if _who(listing) != {
-            (m.id if names_lives else None, m.url) for m in self._membership.members.values()
-        }:
+        if _who(listing) != self._confirmed:
             again = await self._list()
             if _who(again) != _who(listing):
                 raise FleetError(f"the workers that {self._discovery} lists are changing")
-            listing = again
+            listing, self._confirmed = again, _who(again)
         self._listing = listing
         self._membership.enroll(listing.workers)
         return listing

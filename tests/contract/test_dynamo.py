@@ -299,6 +299,24 @@ async def test_a_killed_worker_is_not_asked_while_its_lease_lives() -> None:
         assert [w.id.instance for w in dead] == [d.id(1)]
 
 
+async def test_a_change_of_the_list_is_confirmed_once() -> None:
+    async with deployed() as d:
+
+        async def reads_of_a_snapshot() -> int:
+            before = lists_read(d)
+            await d.fleet.snapshot()
+            return lists_read(d) - before
+
+        assert await reads_of_a_snapshot() == 1
+        d.workers[1].kill()  # it is listed with an error from now on
+        assert [await reads_of_a_snapshot() for _ in range(3)] == [2, 1, 1]
+        await d.cluster.clock.sleep(30)  # and then no more
+        assert [await reads_of_a_snapshot() for _ in range(2)] == [1, 1]
+        d.workers[1].restart()
+        assert [await reads_of_a_snapshot() for _ in range(2)] == [2, 1]
+        assert len((await d.fleet.snapshot()).workers) == 2
+
+
 async def test_a_worker_whose_lease_ended_is_no_member_any_more() -> None:
     async with deployed() as d:
         await d.publish(1)
