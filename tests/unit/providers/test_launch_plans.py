@@ -133,7 +133,6 @@ def test_a_dynamo_frontend_and_its_workers_find_each_other_in_a_folder_of_their_
     assert texts(frontend.environment) == shared | {
         "DYN_ENABLE_RL": "true",
         "DYN_RL_PORT": "20002",
-        "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
     }
     assert texts(first.environment) == shared | {
         "DYN_SYSTEM_PORT": "20003",

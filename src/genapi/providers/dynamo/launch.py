@@ -177,7 +177,6 @@ class Launch(LaunchConfig):
         own = {
             "DYN_ENABLE_RL": "true",
             "DYN_RL_PORT": str(place.ports["discovery"]),
-            "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
         }
         return Component(
             name=_FRONTEND,
