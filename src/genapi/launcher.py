@@ -14,10 +14,12 @@ The rule of this file: the end of a component is noticed before an answer on its
 and nothing outlives the block.
 """
 
+import errno
 import json
 import logging
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -514,7 +516,7 @@ class _Ports:
 
     def __init__(self, need: Need) -> None:
         self._need = need
-        self._held: dict[str, socket.socket] = {}
+        self._held: dict[str, _Held] = {}
         try:
             for name, wish in need.ports.items():
                 self._held[name] = _hold(need, wish)
@@ -525,7 +527,7 @@ class _Ports:
     @property
     def numbers(self) -> dict[str, int]:
         """The ports by what they are for."""
-        return {name: held.getsockname()[1] for name, held in self._held.items()}
+        return {name: held.number for name, held in self._held.items()}
 
     @property
     def movable(self) -> bool:
@@ -546,29 +548,71 @@ class _Ports:
             held.close()
 
 
-def _hold(need: Need, wish: PortWish) -> socket.socket:
-    """A socket that is bound to a port and does not listen.
+class _Held:
+    """A port that is bound and not listened at.
 
     As long as it is there, the kernel gives the port to nobody, neither to listen nor to connect
-    from. Only who names the port and sets SO_REUSEADDR can listen there, as servers do.
+    from. Only who names the port and sets SO_REUSEADDR can listen there, as servers do. Another
+    launch could hold it likewise, until one of the two servers listens: the name beside it is what
+    only one of them can have. It is of the same reach as the port, and gone with its process.
     """
-    family = socket.AF_INET6 if ":" in need.host else socket.AF_INET
-    numbers: Iterable[int] = [wish.number or 0]
+
+    def __init__(self, host: str, number: int | None) -> None:
+        """Hold that port, or one that the kernel gives.
+
+        Raises:
+            OSError: somebody else has it.
+        """
+        self._bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._claim = socket.socket(socket.AF_UNIX)
+        try:
+            if number is not None:  # connections of its last owner may linger there
+                self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._bound.bind((host, number or 0))  # without the option at none that is held
+            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._be_alone()
+        except OSError:
+            self.close()
+            raise
+
+    def _be_alone(self) -> None:
+        if sys.platform != "linux":
+            return  # names that are in no folder are Linux's
+        address = self._bound.getsockname()
+        try:
+            self._claim.bind(f"\0genapi.launch/{address[0]}/{address[1]}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(error.errno, "another launch holds it") from None
+            raise
+
+    @property
+    def number(self) -> int:
+        """The port."""
+        number: int = self._bound.getsockname()[1]
+        return number
+
+    def close(self) -> None:
+        """Hold it no longer."""
+        self._bound.close()
+        self._claim.close()
+
+
+def _hold(need: Need, wish: PortWish) -> _Held:
+    """A port as it is wished for.
+
+    Raises:
+        FleetError: there is none.
+    """
+    numbers: Iterable[int | None] = [wish.number]
     if wish.number is None and wish.below is not None:
         numbers = SystemRandom().sample(range(_LOWEST_PORT, wish.below), 100)
     reason = "none is free"
     for number in numbers:
-        held = socket.socket(family)
         try:
-            if wish.number is not None:  # connections of its last owner may linger there
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((need.host, number))  # without the option at no port that another one holds
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return _Held(need.host, number)
         except OSError as error:
-            held.close()
             reason = error.strerror or str(error)
-        else:
-            return held
     wanted = "a port" if wish.number is None else f"port {wish.number}"
     raise FleetError(
         f"{need.component} cannot have {wanted} of {need.host} ({reason}); where somebody else "

@@ -655,6 +655,43 @@ async def test_two_launches_never_choose_one_port(tmp_path: pathlib.Path) -> Non
     assert held & found == set()
 
 
+@pytest.mark.case("LAUNCH-03")
+@pytest.mark.parametrize("asked_for", [True, False])
+async def test_a_port_of_another_launch_is_refused_though_nothing_listens_there_yet(
+    tmp_path: pathlib.Path, *, asked_for: bool
+) -> None:
+    wait = (
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    )
+    codes = {"slow": wait + SERVE + "threading.Event().wait()"}
+    first = genapi.launch(
+        Beside(engines(), codes, port=free_port() if asked_for else None), folder=tmp_path / "one"
+    )
+    served, seen = anyio.Event(), Seen()
+
+    async def serve() -> None:
+        async with first:
+            served.set()
+
+    with anyio.fail_after(LIMIT_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            while first.running is None:  # noqa: ASYNC110 - nobody tells
+                await anyio.sleep(0.01)
+            port = port_of(url_of(first, "slow"))
+            second = genapi.launch(engines(ports=(port,)), folder=tmp_path / "two", observe=seen)
+            with pytest.raises(
+                FleetError, match=rf"cannot have port {port} .*another launch holds"
+            ):
+                async with second:
+                    pytest.fail("two launches had one port")
+            (tmp_path / "go").touch()
+    assert served.is_set()
+    assert seen.started == []
+    async with genapi.launch(engines(ports=(port,)), folder=tmp_path / "three"):
+        pass  # nobody holds it any more
+
+
 async def test_a_provider_that_is_not_there_is_an_error_before_anything_is_started(
     tmp_path: pathlib.Path,
 ) -> None:
