@@ -1,12 +1,10 @@
 """What a fleet behind a Dynamo frontend promises, over an embedded deployment."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -901,28 +899,3 @@ async def test_the_list_is_looked_for_where_the_target_says(
         with pytest.raises(FleetError, match="nobody"):
             await fleet.wait_ready(timeout_s=0.05)
     assert f"{listed}/v1/rl/workers" in asked
-
-
-async def test_a_deployment_behind_sockets_is_generated_on_and_published_to() -> None:
-    command = [sys.executable, "-m", "genapi.embedded", "--protocol", "dynamo", "--workers", "2"]
-    async with await anyio.open_process(command) as process:
-        try:
-            assert process.stdout is not None
-            facts = json.loads(await process.stdout.receive())
-            frontend, discovery, *_ = (urlsplit(url).netloc for url in facts["urls"])
-            target = f"dynamo://{frontend}?discovery={discovery}"
-            async with genapi.connect(target, run="r") as fleet:
-                await fleet.wait_ready(timeout_s=60)
-                publisher = genapi.WeightPublisher(fleet, transport=genapi.weights.Memory())
-                report = await publisher.publish(2, from_tensors(weights(2)))
-                assert report.committed
-                replies = [await fleet.generate(request()) for _ in range(2)]
-                async with fleet.stream(request()) as events:
-                    *_, last = [event async for event in events]
-                assert isinstance(last, Finished)
-            for reply in (*replies, last.reply):
-                assert reply.output.token_ids == greedy(2, [1, 2, 3], 8)
-                assert bounds(reply) == (version(2), version(2))
-            assert {r.url for r in report.receipts} == set(facts["urls"][2:])
-        finally:
-            process.kill()

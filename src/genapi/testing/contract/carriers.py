@@ -111,11 +111,12 @@ class _InMemory:
     def __init__(self, cluster: Cluster, profile: Profile) -> None:
         before = len(cluster.names) - len(cluster.workers)
         named = {f"http://127.0.0.1:{1 + k}": name for k, name in enumerate(cluster.names)}
-        self.front = "127.0.0.1:1" if before else None
+        places = tuple(url.removeprefix("http://") for url in named)
+        self.front = profile.front and profile.front.format(*places[:before])
         # Who is listed has the address that the list gives.
-        self.addresses = cluster.names[before:] if before else tuple(u[7:] for u in named)
-        places = named | {name: name for name in cluster.names}
-        self.transport: Transport = _Addressed(cluster, places)
+        self.addresses = cluster.names[before:] if before else places
+        everyone = named | {name: name for name in cluster.names}
+        self.transport: Transport = _Addressed(cluster, everyone)
         self._cluster = cluster
         self._update = profile.paths["update"].split()[0]
 
@@ -165,9 +166,10 @@ class _Addressed:
 
 
 class Socket(_Embedded):
-    """Two processes of the embedded engine behind sockets for each provider, shared by all bodies.
+    """Two servers of the embedded engine behind sockets for each provider, shared by all bodies.
 
-    Use as a context manager: what it started ends with it.
+    Each is a process of its own, unless something stands before them: that is one with them. Use as
+    a context manager: what it started ends with it.
     """
 
     name: CarrierName = "socket"
@@ -176,7 +178,7 @@ class Socket(_Embedded):
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._running: dict[str, tuple[str, ...]] = {}
+        self._running: dict[str, tuple[tuple[str, ...], str | None]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -192,22 +194,32 @@ class Socket(_Embedded):
         """Servers that are put back to their first weights afterwards."""
         del flags
         if profile.provider not in self._running:
-            self._running[profile.provider] = tuple(
-                self._stack.enter_context(_process(profile.provider, index)) for index in range(2)
-            )
-        found = Shared(self._running[profile.provider][:count])
+            self._running[profile.provider] = self._start(profile)
+        addresses, front = self._running[profile.provider]
+        # What lists its servers lists all of them.
+        found = Shared(addresses if front else addresses[:count], front)
         async with found.put_back(profile, self):
             yield found
 
+    def _start(self, profile: Profile) -> tuple[tuple[str, ...], str | None]:
+        if profile.front is None:
+            started = [_process(profile.provider, "--index", str(index)) for index in range(2)]
+            return tuple(self._stack.enter_context(one)[0] for one in started), None
+        found = self._stack.enter_context(_process(profile.provider, "--workers", "2"))
+        return found[-2:], profile.front.format(*found[:-2])
+
 
 @contextmanager
-def _process(protocol: str, index: int) -> Iterator[str]:
-    """The address of a server in a process of its own."""
+def _process(protocol: str, *options: str) -> Iterator[tuple[str, ...]]:
+    """The addresses of a process: of a server, or of several after what stands before them."""
     command = [sys.executable, "-m", "genapi.embedded", "--protocol", protocol]
-    options = ["--index", str(index), "--step-s", "0.002"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+    pace = ["--step-s", "0.002"]
+    with subprocess.Popen(
+        [*command, *options, *pace], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
-            yield urlsplit(json.loads(process.stdout.readline())["url"]).netloc
+            facts = json.loads(process.stdout.readline())
+            yield tuple(urlsplit(url).netloc for url in facts.get("urls", [facts["url"]]))
         finally:
             process.send_signal(signal.SIGKILL)

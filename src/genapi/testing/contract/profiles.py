@@ -51,6 +51,7 @@ PROFILES: tuple[Profile, ...] = (
     ),
     Profile(
         provider="dynamo",
+        front="{0}?discovery={1}",
         logprobs_mode="processed",
         paths={
             "health": "/engine/liveness_probe",
@@ -85,11 +86,6 @@ PROFILES: tuple[Profile, ...] = (
             "publish:asleep": "who sleeps makes the fleet unready",
             "publish:checksum": "no worker digests what it holds",
             "publish:lost-label": "the label comes with the end of the session",
-        },
-        elsewhere={
-            "socket": "a deployment has a frontend and a list besides its workers: "
-            "tests/contract/test_dynamo.py starts one",
-            "real": "tests/engines",
         },
     ),
 )

@@ -43,10 +43,12 @@ def outcomes(report: PublishReport) -> list[Outcome]:
     return [receipt.outcome for receipt in report.receipts]
 
 
-async def serves(s: Stand, seed: int, version: genapi.PolicyVersion, *, workers: int) -> None:
-    """Fail unless so many workers serve these weights under this version."""
+async def serves(
+    s: Stand, seed: int, version: genapi.PolicyVersion, *, workers: int | None = None
+) -> None:
+    """Fail unless so many workers, all when None, serve these weights under this version."""
     replies = await s.everywhere()
-    assert len(replies) == workers
+    assert len(replies) == (len(s.servers.addresses) if workers is None else workers)
     for reply in replies:
         s.check(seed, reply)
         assert reply.output.policy.oldest == version
@@ -65,7 +67,7 @@ async def _commit(rig: Rig) -> None:
         workers = (await s.fleet.snapshot()).workers
         assert {w.version for w in workers} == {report.version}
         assert {w.label for w in workers} == {report.version.label}
-        await serves(s, 1, report.version, workers=2)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:adopt")
@@ -154,7 +156,7 @@ async def _kept_stale(rig: Rig) -> None:
         assert [span.lo.step for span in trace.spans if span.lo] == [1, 2]
         assert [span.context.step for span in trace.spans if span.context] == [1, 1]
         assert not trace.is_pure
-        await serves(s, 1, report.version, workers=1)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:abort")
@@ -164,7 +166,7 @@ async def _abort(rig: Rig) -> None:
         assert out.finish_reason is FinishReason.ABORT
         assert not out.is_complete
         assert [span.lo.step for span in out.policy.spans if span.lo] == [1]
-        await serves(s, 1, report.version, workers=1)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:drain")
@@ -177,7 +179,7 @@ async def _drain(rig: Rig) -> None:
             out = (await finished(events)).output
         assert out.is_complete
         assert [span.lo.step for span in out.policy.spans if span.lo] == [1]
-        await serves(s, 1, report.version, workers=1)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:prefix")
@@ -189,7 +191,7 @@ async def _prefix(rig: Rig) -> None:
                     await s.fleet.generate(s.request())  # it leaves the prompt in the cache
                     step = 2 * (prefix_cache == "flush") + (seed == 0) + 1
                     report = await p.publish(step, s.weights(seed))
-                    await serves(s, seed, report.version, workers=1)
+                    await serves(s, seed, report.version)
 
 
 @shows("publish:older")
@@ -208,7 +210,7 @@ async def _group(rig: Rig) -> None:
         await p.publish(1, s.weights(1))
         report = await p.publish(2, s.weights(0))
         assert s.asked("join") == 2
-        await serves(s, 0, report.version, workers=2)
+        await serves(s, 0, report.version)
 
 
 def misshapen(s: Stand) -> genapi.weights.WeightSource:
@@ -250,7 +252,7 @@ async def _way_back(rig: Rig) -> None:
         except genapi.PublishError:  # once: another process answers
             again = await p.publish(3, tensors, manifest_changed=True)
         assert outcomes(again) == [Outcome.COMMITTED] * 2
-        await serves(s, 1, again.version, workers=2)
+        await serves(s, 1, again.version)
 
 
 @shows("publish:death")
@@ -301,7 +303,7 @@ async def settled(s: Stand, p: WeightPublisher, operation: Operation) -> None:
         report = await p.publish(2, s.weights(1))
     assert outcomes(report) == [Outcome.COMMITTED] * 2
     assert [x.evidence for x in report.receipts] == [Evidence.OWN_LABEL] * 2
-    await serves(s, 1, report.version, workers=2)
+    await serves(s, 1, report.version)
 
 
 @shows("publish:lost-update")
@@ -324,7 +326,7 @@ async def _lost_label(rig: Rig) -> None:
         s.fail(1, "label", "lose_reply", nth=2)
         report = await p.publish(1, s.weights(1))
         assert outcomes(report) == [Outcome.COMMITTED] * 2
-        await serves(s, 1, report.version, workers=2)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:no-finish")
@@ -406,7 +408,7 @@ async def _peer(rig: Rig) -> None:
         assert s.asked("close") == 2
         again = await p.publish(2, s.weights(1))
         assert outcomes(again) == [Outcome.COMMITTED] * 2
-        await serves(s, 1, again.version, workers=2)
+        await serves(s, 1, again.version)
 
 
 @shows("publish:other-life")
@@ -445,7 +447,7 @@ async def _paused(rig: Rig) -> None:
         report = await p.publish(1, s.weights(1))
         assert outcomes(report) == [Outcome.COMMITTED] * 2
         assert [w.paused for w in (await s.fleet.snapshot()).workers] == [False, False]
-        await serves(s, 1, report.version, workers=2)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:half")
@@ -527,7 +529,7 @@ async def _probe(rig: Rig) -> None:
     async with rig.stand(2) as s, s.publisher(verify=("probe",)) as p:
         report = await p.publish(1, s.weights(1))
         assert [receipt.verified for receipt in report.receipts] == [("label", "probe")] * 2
-        await serves(s, 1, report.version, workers=2)
+        await serves(s, 1, report.version)
 
 
 @shows("publish:restarter")
@@ -546,4 +548,4 @@ async def _restarter(rig: Rig) -> None:
             report = await p.publish(1, s.weights(1))
             assert restarted == [s.url(1)]
             assert outcomes(report) == [Outcome.COMMITTED] * 2
-            await serves(s, 1, report.version, workers=2)
+            await serves(s, 1, report.version)

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import anyio
 
@@ -19,11 +20,14 @@ _NUMBERS = count()
 
 
 class Shared:
-    """Servers at these addresses, which are left as they were found: resumed, with seed 0."""
+    """Servers at these addresses, which are left as they were found: resumed, with seed 0.
 
-    def __init__(self, addresses: tuple[str, ...]) -> None:
+    Behind something that lists them, whose target `front` is, they are put into its order.
+    """
+
+    def __init__(self, addresses: tuple[str, ...], front: str | None = None) -> None:
         self.addresses = addresses
-        self.front: str | None = None
+        self.front = front
         self.transport = AiohttpTransport(Plane(keep_alive=False))
 
     @asynccontextmanager
@@ -32,12 +36,16 @@ class Shared:
 
         Also when the body failed or was cancelled: those that come after it are not to blame.
         """
-        target = f"{profile.provider}://{','.join(self.addresses)}"
+        target = f"{profile.provider}://{self.front or ','.join(self.addresses)}"
         run = f"back-{next(_NUMBERS)}"
         try:
             async with genapi.connect(target, run=run, transport=self.transport) as fleet:
                 await fleet.wait_ready(timeout_s=carrier.patience_s)
-                found = [worker.label for worker in (await fleet.snapshot()).workers]
+                before = (await fleet.snapshot()).workers
+                found = [worker.label for worker in before]
+                if self.front is not None:
+                    places = [urlsplit(worker.url).netloc for worker in before]
+                    self.addresses = tuple(sorted(self.addresses, key=places.index))
                 try:
                     yield self
                 finally:

@@ -45,33 +45,34 @@ class Profile:
             after a path are words of the body, where one path serves several purposes.
         logprobs_mode: of which distribution its scores are when a server has its defaults.
         excluded: behaviours that it does not have, each with the reason, by their ids.
-        elsewhere: carriers that do not bring it, each with where it is shown instead.
+        front: how a target names what stands before the servers, by the addresses `{0}`, `{1}`
+            that this has; None = requests go to the servers themselves.
     """
 
     provider: str
     paths: Mapping[Operation, str]
     logprobs_mode: LogprobsMode
     excluded: Mapping[str, str] = field(default_factory=dict)
-    elsewhere: Mapping[CarrierName, str] = field(default_factory=dict)
+    front: str | None = None
 
 
 class Servers(Protocol):
     """Servers of one provider that a carrier brought up.
 
     Attributes:
-        addresses: of the servers, `host:port`, or whole URLs.
-        front: where requests go, if something stands before them; a list of them is beside it.
+        addresses: of the servers, `host:port` or whole URLs, in the order that a fleet has.
+        front: what stands before them, as a target names it; None = nothing.
         transport: what carries calls to them.
     """
 
     @property
     def front(self) -> str | None:
-        """Where requests go, if something stands before the servers."""
+        """What stands before the servers, as a target names it."""
         ...
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the servers, `host:port`."""
+        """Of the servers."""
         ...
 
     @property
@@ -124,7 +125,7 @@ class Carrier(Protocol):
     def servers(
         self, profile: Profile, count: int, flags: Mapping[str, str]
     ) -> AbstractAsyncContextManager[Servers]:
-        """Servers that hold the weights of seed 0 and serve, as they are also left."""
+        """At least so many servers, with the weights of seed 0; they serve, as also afterwards."""
         ...
 
     def sender(self) -> WeightTransport:
@@ -183,7 +184,7 @@ class Stand:
         route = None if operation is None else self.profile.paths[operation]
         address = self.servers.addresses[worker]
         if operation == "generate":
-            address = self.servers.front or address
+            address = (self.servers.front or address).partition("?")[0]
         self.meddling.add(
             Trouble(address=address, worker=worker, route=route, action=action, **details)
         )

@@ -53,8 +53,6 @@ def _cases(profile: Profile, carriers: tuple[Carrier, ...]) -> Iterator[Case]:
             f"not known: {unknown}"
         )
     for carrier in carriers:
-        if carrier.name in profile.elsewhere:
-            continue
         for behaviour in MANIFEST:
             if behaviour.id not in profile.excluded and behaviour.runs_on(carrier.name):
                 yield Case(behaviour, profile, carrier)
