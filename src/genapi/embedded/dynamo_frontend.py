@@ -14,7 +14,7 @@ from .calls import ByteStream, Call, Reply
 from .clock import Clock
 from .dynamo_config import DynamoFlags
 from .dynamo_reply import Leg, Rendered, inference_choice, prompt_logprobs
-from .dynamo_request import Generate, read_completions, read_inference
+from .dynamo_request import Generate, read_inference, read_openai
 from .dynamo_shapes import (
     NOTHING,
     Refusal,
@@ -132,21 +132,24 @@ class Frontend:
                 return json_reply(200, {"status": "live", "message": "Service is live"})
             case "/v1/models":
                 return self._models(here)
-            case "/v1/completions":
-                return await self._completions(call, here)
+            case "/v1/completions" | "/v1/chat/completions":
+                return await self._openai(call, here)
             case "/inference/v1/generate" if self._config.inference_generate:
                 return await self._inference(call, here)
         if call.path.startswith("/v1/models/"):
             raise refused(404, "Model not found")
         return json_reply(404, {"message": "Route not found", "type": "Not Found", "code": 404})
 
-    async def _completions(self, call: Call, here: list[Entry]) -> Reply:
+    async def _openai(self, call: Call, here: list[Entry]) -> Reply:
         if not here:
             return NOTHING
         engine = here[0].worker.engine.config
-        models = {self._config.model: None}
-        wanted = read_completions(
-            call, models=models, vocab=engine.vocab, room=engine.max_model_len
+        wanted = read_openai(
+            call,
+            models={self._config.model: None},
+            vocab=engine.vocab,
+            room=engine.max_model_len,
+            chat=call.path == "/v1/chat/completions",
         )
         if not self._serves(here):
             raise refused(
@@ -156,7 +159,7 @@ class Frontend:
             )
         rendered = Rendered(
             wanted=wanted,
-            reply_id=f"cmpl-{next(self._numbers)}",
+            reply_id=f"{'chatcmpl' if wanted.chat else 'cmpl'}-{next(self._numbers)}",
             model=self._config.model,
             created=self._now(),
             tell_versions=self._config.tell_versions,

@@ -66,26 +66,50 @@ class Rendered:
 
     def whole(self) -> dict[str, Any]:
         """The reply of a finished request."""
-        choice: dict[str, Any] = {"text": "", "index": 0}
         ids: list[int] = []
         scores: list[tuple[Score, ...]] = []
         for leg in self.legs:
             ids += leg.output
             scores += leg.request.tracks[0].scores
-        choice["text"] = self._text(ids)
-        choice |= self._logprobs(ids, scores)
-        choice["finish_reason"] = finish_of(self.legs[-1].request)
-        return self._frame([choice], usage=self.usage(), nvext=self._nvext(ids, last=True))
+        text, finish = self._text(ids, last=True), finish_of(self.legs[-1].request)
+        nvext = self._nvext(ids, last=True)
+        if not self.wanted.chat:
+            choice = {"text": text, "index": 0, **self._logprobs(ids, scores, last=True)}
+            choice["finish_reason"] = finish
+            return self._frame([choice], usage=self.usage(), nvext=nvext)
+        choice = {
+            "index": 0,
+            "message": {"content": text or None, "refusal": None, "role": "assistant"},
+            "finish_reason": finish,
+            "logprobs": self._content(ids, scores, last=True),
+        }
+        frame = self._frame([choice], usage=self.usage(), nvext=nvext)
+        if "prompt_logprobs" in nvext:
+            frame["prompt_logprobs"] = prompt_logprobs(self.legs[0].request)
+        return frame
 
     def chunk(self, start: int, *, last: bool) -> dict[str, Any]:
         """The output of the present worker from `start` on."""
         track = self.legs[-1].request.tracks[0]
         ids, scores = track.output[start:], track.scores[start:]
-        choice: dict[str, Any] = {"text": text_of(ids), "index": 0}
-        choice |= self._logprobs(ids, scores)
-        if last:
-            choice["finish_reason"] = finish_of(self.legs[-1].request)
-        return self._frame([choice], usage=None, nvext=self._nvext(ids, last=last))
+        shown = len(self._text(track.output[:start], last=False))
+        text = self._text(track.output, last=last)[shown:]
+        finish = finish_of(self.legs[-1].request) if last else None
+        nvext = self._nvext(ids, last=last)
+        if not self.wanted.chat:
+            choice = {"text": text, "index": 0, **self._logprobs(ids, scores, last=last)}
+            choice |= {"finish_reason": finish} if last else {}
+            return self._frame([choice], usage=None, nvext=nvext)
+        delta = {"content": text} if text else {}
+        if start == 0 and len(self.legs) == 1:
+            delta["role"] = "assistant"
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "finish_reason": finish,
+            "logprobs": self._content(ids, scores, last=last),
+        }
+        return self._frame([choice], usage=None, nvext=nvext)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that wants it."""
@@ -100,8 +124,8 @@ class Rendered:
             "completion_tokens": made,
             "total_tokens": prompt + made,
         }
-        cached = last.request.cached_tokens
-        usage["prompt_tokens_details"] = {"audio_tokens": None, "cached_tokens": cached}
+        audio = {} if self.wanted.chat else {"audio_tokens": None}
+        usage["prompt_tokens_details"] = audio | {"cached_tokens": last.request.cached_tokens}
         return usage
 
     def _frame(
@@ -112,36 +136,77 @@ class Rendered:
             "choices": choices,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": None,
-            "object": "text_completion",
-            "usage": usage,
         }
+        if self.wanted.chat:
+            frame["object"] = "chat.completion.chunk" if self.wanted.stream else "chat.completion"
+            frame |= {} if usage is None else {"usage": usage}
+        else:
+            frame["system_fingerprint"] = None
+            frame |= {"object": "text_completion", "usage": usage}
         return frame | ({"nvext": nvext} if nvext else {})
 
-    def _text(self, ids: Sequence[int]) -> str:
-        text, stop = text_of(ids), self.legs[-1].request.tracks[0].stop_reason
-        if not isinstance(stop, str):
-            return text
-        end = text.index(stop)
-        return text[: end + len(stop) if self.wanted.sampling.include_stop_str_in_output else end]
+    def _text(self, ids: Sequence[int], *, last: bool) -> str:
+        """The text of an output so far: without its stop, or what may yet become one."""
+        sampling, stop = self.wanted.sampling, self.legs[-1].request.tracks[0].stop_reason
+        text = text_of(ids[:-1] if last and isinstance(stop, int) else ids)
+        if last and isinstance(stop, str):
+            end = text.index(stop)
+            return text[: end + len(stop) if sampling.include_stop_str_in_output else end]
+        begun = () if last else (stop[:size] for stop in sampling.stop for size in range(len(stop)))
+        held = max((len(start) for start in begun if text.endswith(start)), default=0)
+        return text[: len(text) - held]
 
-    def _logprobs(self, ids: Sequence[int], scores: Sequence[tuple[Score, ...]]) -> dict[str, Any]:
-        top = self.wanted.sampling.logprobs
-        if top is None or self.legs[-1].simulates:
+    def _logprobs(
+        self, ids: Sequence[int], scores: Sequence[tuple[Score, ...]], *, last: bool
+    ) -> dict[str, Any]:
+        if self._most is None:
             return {}
         chosen = [_finite(rated[0].logprob) for rated in scores]
-        candidates = [
-            {text_of([s.token_id]): _finite(s.logprob) for s in rated[: max(top, 1)]}
-            for rated in scores
-        ]
         return {
             "logprobs": {
-                "tokens": [text_of([token]) for token in ids],
+                "tokens": self._names(ids, last=last),
                 "token_logprobs": [_short(value) for value in chosen],
-                "top_logprobs": candidates if top else [],
+                "top_logprobs": [
+                    {self._name(s.token_id): _finite(s.logprob) for s in rated} for rated in scores
+                ],
                 "text_offset": [],
             }
         }
+
+    def _content(
+        self, ids: Sequence[int], scores: Sequence[tuple[Score, ...]], *, last: bool
+    ) -> dict[str, Any] | None:
+        """The scores of a chat: zero candidates are none, unlike those of completions."""
+        if self._most is None:
+            return None
+        content = [
+            {
+                **_entry(name, _short(_finite(rated[0].logprob))),
+                "token_id": token,
+                "top_logprobs": [
+                    _entry(self._name(s.token_id), _short(_finite(s.logprob)))
+                    for s in (rated if self._most else ())
+                ],
+            }
+            for name, token, rated in zip(self._names(ids, last=last), ids, scores, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _names(self, ids: Sequence[int], *, last: bool) -> list[str]:
+        """What tokens are called; an id that ended the output has no text."""
+        names = [self._name(token) for token in ids]
+        stop = self.legs[-1].request.tracks[0].stop_reason
+        if last and isinstance(stop, int) and not self.wanted.ids_as_tokens:
+            names[-1] = ""
+        return names
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.wanted.ids_as_tokens else text_of([token])
+
+    @property
+    def _most(self) -> int | None:
+        """How many candidates are shown besides the chosen tokens; None = no scores at all."""
+        return None if self.legs[-1].simulates else self.wanted.sampling.logprobs
 
     def _nvext(self, ids: Sequence[int], *, last: bool) -> dict[str, Any]:
         asked, first = self.wanted.fields, self.legs[0]
@@ -161,7 +226,11 @@ class Rendered:
     def _last(self, asked: frozenset[str]) -> dict[str, Any]:
         """What only the last chunk has."""
         request, nvext = self.legs[-1].request, dict[str, Any]()
-        if "engine_data" in asked and not self.legs[-1].simulates:
+        stop = request.tracks[0].stop_reason
+        if "stop_reason" in asked and stop is not None:
+            nvext["stop_reason"] = stop
+        # A text is seen by the frontend, which then waits for the worker no longer.
+        if "engine_data" in asked and not (self.legs[-1].simulates or isinstance(stop, str)):
             nvext["engine_data"] = self._engine_data(request)
         if "prompt_token_ids" in asked:
             nvext["prompt_token_ids"] = list(self.wanted.prompt)
@@ -223,7 +292,7 @@ def inference_choice(request: Request) -> dict[str, Any]:
         count = max(request.sampling.logprobs, 1)
         logprobs = {
             "content": [
-                _entry(scores[0]) | {"top_logprobs": [_entry(s) for s in scores[:count]]}
+                _by_id(scores[0]) | {"top_logprobs": [_by_id(s) for s in scores[:count]]}
                 for scores in track.scores
             ]
         }
@@ -237,9 +306,12 @@ def inference_choice(request: Request) -> dict[str, Any]:
     }
 
 
-def _entry(score: Score) -> dict[str, Any]:
-    token = f"token_id:{score.token_id}"
-    return {"token": token, "logprob": _finite(score.logprob), "bytes": list(token.encode())}
+def _entry(name: str, logprob: float) -> dict[str, Any]:
+    return {"token": name, "logprob": logprob, "bytes": list(name.encode()) or None}
+
+
+def _by_id(score: Score) -> dict[str, Any]:
+    return _entry(f"token_id:{score.token_id}", _finite(score.logprob))
 
 
 def _finite(value: float) -> float:

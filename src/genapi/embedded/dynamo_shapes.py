@@ -18,6 +18,7 @@ __all__ = (
     "json_reply",
     "nested",
     "not_json",
+    "overlong",
     "read_json",
     "refused",
     "unavailable",
@@ -57,6 +58,13 @@ def refused(status: int, message: str) -> Refusal:
 def bad_request(message: str) -> Refusal:
     """One that the caller can do something about."""
     return refused(400, message)
+
+
+def overlong(*, limit: int, actual: int) -> Refusal:
+    """The refusal of a prompt that leaves too little room: its words are those of any bad one."""
+    body = {"message": "Invalid request", "type": _KINDS[400], "code": 400}
+    details = {"type": "context_length", "limit": limit, "actual": actual}
+    return Refusal(json_reply(400, body | {"details": details}))
 
 
 def unavailable() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,9 @@ NOT_REPLAYED = {
     "custom_worker_handler_errors:0": "a route of the recording's own worker",
     "custom_worker_weight_version_in_engine_data:2": "what the recording's own worker says",
     "custom_worker_weight_version_in_engine_data:3": "what the recording's own worker says",
-    "frontend_validation_errors:7": "the embedded frontend has no chat yet",
-    "frontend_validation_errors:9": "nor the SGLang-shaped route, which names no worker",
+    "frontend_validation_errors:9": "the embedded frontend has no SGLang-shaped route",
     "migration_on_worker_killed:0": "the recording's own worker scores as nobody does",
     "mocker_generation:1": "the embedded frontend has no SGLang-shaped route",
-    "vllm_chat_token_data:0": "the embedded frontend has no chat yet",
 }
 """Recorded calls that are not held against it, and why."""
 
@@ -65,30 +63,57 @@ FREE = {
     "world_size",
 }
 """Values that depend on the model, the clock or the machine; their shapes do not."""
+WORDED = FREE | {"actual", "prompt_tokens", "prompt_token_ids", "reused_tokens", "cached_tokens"}
+"""What depends on the tokenizer too."""
 
 
-def shape(value: Any, *, free: bool = False) -> Any:
+def shape(value: Any, *, free: bool = False, names: Collection[str] = FREE) -> Any:
     """A value with the kinds of what is free in place of it."""
     if isinstance(value, dict):
-        return {name: shape(one, free=free or name in FREE) for name, one in value.items()}
+        return {
+            name: shape(one, free=free or name in names, names=names) for name, one in value.items()
+        }
+    if isinstance(value, list) and free:
+        # Of the tokens of a chat the first tells what each of them is.
+        told = value and isinstance(value[0], dict) and "token" in value[0]
+        return shape(value[0], free=True) if told else "list"
     if isinstance(value, list):
-        return "list" if free else [shape(one) for one in value]
+        return [shape(one, names=names) for one in value]
     if free and isinstance(value, int | float) and not isinstance(value, bool):
         return "number"
     return "text" if free and isinstance(value, str) else value
 
 
-def same(actual: tuple[int, Any], call: Mapping[str, Any], *, model: str = "tiny") -> None:
-    """Hold an answer against the recorded one."""
+def same(
+    actual: tuple[int, Any],
+    call: Mapping[str, Any],
+    *,
+    model: str = "tiny",
+    names: Collection[str] = FREE,
+) -> None:
+    """Hold an answer against the recorded one; the lines of a stream one by one."""
     wanted = call["response"]
+    if isinstance(wanted["body"], dict) and "sse_lines" in wanted["body"]:
+        assert actual[0] == wanted["status"]
+        lines = [line.replace(f'"{model}"', '"tiny"') for line in wanted["body"]["sse_lines"]]
+        assert [shape(one, names=names) for one in chunks(actual[1])] == [
+            shape(one, names=names) for one in chunks(lines)
+        ]
+        return
     body = json.loads(json.dumps(wanted["body"]).replace(f'"{model}"', '"tiny"'))
     body = json.loads(
         json.dumps(body).replace(f"`{model}`", "`tiny`").replace("vbackend", "backend")
     )
-    assert actual == (wanted["status"], body) or (actual[0], shape(actual[1])) == (
+    assert actual == (wanted["status"], body) or (actual[0], shape(actual[1], names=names)) == (
         wanted["status"],
-        shape(body),
+        shape(body, names=names),
     )
+
+
+def chunks(lines: Sequence[str]) -> list[Any]:
+    """What the events of a whole stream hold."""
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def renamed(call: Mapping[str, Any], *, model: str = "tinyv") -> dict[str, Any]:
@@ -106,13 +131,15 @@ def asked(call: Mapping[str, Any]) -> Any:
     return call["request"]["body"]
 
 
-async def replay(client: DynamoClient, name: str, *numbers: int) -> None:
+async def replay(
+    client: DynamoClient, name: str, *numbers: int, names: Collection[str] = FREE
+) -> None:
     """Replay these calls of a recording, or all that are not excepted, in their order."""
     calls = recorded(name)
     for number in numbers or range(len(calls)):
         if f"{name}:{number}" not in NOT_REPLAYED:
             call = renamed(calls[number])
-            same(await client.replay(call), calls[number], model="tinyv")
+            same(await client.replay(call), calls[number], model="tinyv", names=names)
 
 
 async def test_a_real_workers_replies_have_the_recorded_shape() -> None:
@@ -129,16 +156,98 @@ async def test_the_native_route_answers_once_the_frontend_has_it() -> None:
 
 
 async def test_a_stream_has_the_recorded_chunks() -> None:
-    call = renamed(recorded("vllm_completions_stream")[0])
     async with serving(engine=LARGE) as client:
-        status, lines = await client.replay(call)
-    wanted = call["response"]["body"]["sse_lines"]
-    assert status == 200
-    assert lines[-1] == wanted[-1] == "data: [DONE]"
-    events = [
-        [json.loads(line.removeprefix("data: ")) for line in of[:-1]] for of in (lines, wanted)
-    ]
-    assert [shape(event) for event in events[0]] == [shape(event) for event in events[1]]
+        await replay(client, "vllm_completions_stream")
+
+
+async def test_a_chat_is_answered_in_the_recorded_shape_streamed_or_not() -> None:
+    async with serving(engine=LARGE) as client:
+        await replay(client, "vllm_chat_token_data")
+        await replay(client, "vllm_chat", names=WORDED)
+
+
+async def test_candidates_are_named_as_recorded_by_texts_or_by_ids() -> None:
+    async with serving(engine=LARGE) as client:
+        await replay(client, "vllm_candidates", 0, 1, 2, 3, 4, 5, names=WORDED)
+
+
+async def test_a_chat_is_refused_in_the_recorded_words() -> None:
+    async with serving(engine=LARGE) as client:
+        await replay(client, "frontend_chat_errors")
+
+
+async def test_a_prompt_without_room_is_refused_in_the_recorded_words() -> None:
+    async with serving(engine=LARGE) as client:
+        await replay(client, "frontend_context_length", names=WORDED)
+        room = LARGE.max_model_len
+        refusals = {}
+        for size, asked in ((room - 3, 4), (room - 1, 2), (room, 1), (room + 1, 1)):
+            status, body = await client.complete([5] * size, asked)
+            assert status == 400
+            refusals[size] = body["details"]["actual"]
+        assert refusals == {
+            room - 3: room + 1,
+            room - 1: room + 1,
+            room: room,
+            room + 1: room + 1,
+        }
+        assert (await client.complete([5] * (room - 3), 3))[0] == 200
+
+
+async def test_without_a_length_an_output_takes_the_room_that_there_is() -> None:
+    async with serving() as client:
+        status, body = await client.complete([5] * 4000, 1, max_tokens=None, ignore_eos=True)
+    assert (status, body["usage"]["total_tokens"]) == (200, 4096)
+
+
+@pytest.mark.parametrize(
+    ("number", "stop"),
+    [
+        (0, "id"),
+        (1, "id"),
+        (2, "text"),
+        (3, "text over two tokens"),
+        (4, "id"),
+        (5, "text"),
+    ],
+)
+async def test_what_ended_an_output_is_told_as_recorded(number: int, stop: str) -> None:
+    call = renamed(recorded("vllm_stops")[number])
+    body = call["request"]["body"]
+    async with serving(engine=LARGE) as client:
+        free = {**body, "stop": None, "stop_token_ids": None, "stream": False}
+        free.pop("stream_options", None)
+        _, reply = await client.replay(call, body=free)
+        ids = reply["nvext"]["completion_token_ids"]
+        last = call["response"]["body"]
+        if isinstance(last, dict) and "sse_lines" in last:
+            made = sum(
+                len(c["nvext"]["completion_token_ids"]) for c in chunks(last["sse_lines"])[:-1]
+            )
+        else:
+            made = len(last["nvext"]["completion_token_ids"])
+        stops: dict[str, tuple[str, Any]] = {
+            "id": ("stop_token_ids", ids[made - 1]),
+            "text": ("stop", f"{ids[made - 1]} "[1:]),
+            "text over two tokens": ("stop", f"{ids[made - 2]} {ids[made - 1]}"),
+        }
+        field, ends = stops[stop]
+        answer = await client.replay(call, body={**body, field: [ends]})
+    same(answer, call, names=WORDED | {"stop_reason"})
+    told = chunks(answer[1])[-2] if body["stream"] else answer[1]
+    assert told["nvext"]["stop_reason"] == ends
+    said = "".join(_said(one) for one in (chunks(answer[1]) if body["stream"] else [answer[1]]))
+    whole = "".join(f"{token} " for token in ids[:made])
+    assert said == (whole.removesuffix(f"{ends} ") if stop == "id" else whole.partition(ends)[0])
+
+
+def _said(body: Mapping[str, Any]) -> str:
+    """The text of a body's choices."""
+    found = ""
+    for choice in body["choices"]:
+        message = choice.get("message") or choice.get("delta") or {}
+        found += choice.get("text") or message.get("content") or ""
+    return found
 
 
 async def test_discovery_lists_what_a_real_one_does() -> None:
