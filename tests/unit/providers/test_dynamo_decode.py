@@ -293,3 +293,68 @@ def test_a_recorded_chat_is_read_with_its_ids() -> None:
     assert reply.worker == worker(11520951515806797779)
     assert reply.prompt_token_ids == [4, 5, 6]
     assert "migrated" not in out.extra
+
+
+def whole_or_streamed(call: Recorded, asked: Any) -> Any:
+    if call.json["stream"]:
+        return stream(call.reply.body, asked, step=7)
+    return PROVIDER.decode(call.reply, context(asked))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_recorded_chat_has_the_ids_that_its_template_made(number: int) -> None:
+    call = recorded("vllm_chat")[number]
+    reply = whole_or_streamed(call, chat(call))
+    out = reply.output
+    assert out.token_ids == [1441, 534, 564]
+    assert same(out.logprobs, [-1.7941078, -2.5774252, -2.6189573])
+    assert (out.text, out.finish_reason) == (" naku duma faka", FinishReason.LENGTH)
+    assert reply.prompt_token_ids is not None
+    assert reply.prompt_token_ids[:5] == [1, 87, 85, 71, 84]
+    assert len(reply.prompt_token_ids) == reply.usage.prompt_tokens == 23
+    assert reply.worker == worker(13773257563131759842)
+    assert out.top_logprobs is None
+
+
+def chat(call: Recorded, **sampling: Any) -> Any:
+    given = {"max_tokens": call.json.get("max_tokens", 16), **sampling}
+    form = {"prompt_token_ids": None, "messages": call.json["messages"]}
+    return request(**given).model_copy(update=form)
+
+
+def test_scores_of_a_chats_prompt_are_read() -> None:
+    call = recorded("vllm_chat")[3]
+    reply = PROVIDER.decode(call.reply, context(chat(call, prompt_logprobs=0)))
+    assert reply.prompt_logprobs is not None
+    assert len(reply.prompt_logprobs) == 23
+    assert same(reply.prompt_logprobs[:3], [NAN, -11.251754760742188, -11.776223182678223])
+
+
+@pytest.mark.parametrize(
+    ("number", "first"),
+    [
+        (0, {1943: -2.840588, 1737: -2.9004579, 298: -3.3240213}),
+        (1, {1681: -3.9401383, 1943: -2.840588, 1737: -2.9004579}),
+        (3, {1441: -1.7941078, 1938: -2.8289785, 436: -3.064323}),
+        (6, {1441: -1.7941078, 1938: -2.8289785, 436: -3.064323}),
+    ],
+)
+def test_recorded_candidates_are_read_by_their_ids(number: int, first: dict[int, float]) -> None:
+    call = recorded("vllm_candidates")[number]
+    more = {"logprobs": call.json.get("top_logprobs", call.json["logprobs"])}
+    asked = chat(call, **more) if "messages" in call.json else request(prompt=[1, 2, 3], **more)
+    out = whole_or_streamed(call, asked).output
+    assert out.top_logprobs is not None
+    assert out.top_logprobs[0].token_ids == list(first)
+    assert same(out.top_logprobs[0].logprobs, list(first.values()))
+    assert [top.token_ids[0] for top in out.top_logprobs] == list(out.token_ids)
+
+
+@pytest.mark.parametrize(("number", "stop"), [(0, 1578), (1, 1578), (2, "re"), (3, "re nu")])
+def test_a_recorded_reply_says_what_ended_it(number: int, stop: int | str) -> None:
+    call = recorded("vllm_stops")[number]
+    more = {"stop_token_ids": [stop]} if isinstance(stop, int) else {"stop": [stop]}
+    out = whole_or_streamed(call, request(prompt=[1, 2, 3], **more)).output
+    assert (out.finish_reason, out.stop_reason) == (FinishReason.STOP, stop)
+    assert out.token_ids == [1943, 696, 296, 1578][: 3 if stop == "re" else 4]
+    assert "migrated" not in out.extra

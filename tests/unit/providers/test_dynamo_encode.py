@@ -17,7 +17,8 @@ from tests.support.dynamo_wire import BIG, PROMPT, PROVIDER, request
 def sent(asked: GenerateRequest, **more: Any) -> dict[str, Any]:
     wanted = {"wire_id": "genapi-1", "model": "tiny", "salt": None, "stream": False, **more}
     call = PROVIDER.encode(asked, **wanted)
-    assert (call.method, call.path) == ("POST", "/v1/completions")
+    route = "/v1/completions" if asked.messages is None else "/v1/chat/completions"
+    assert (call.method, call.path) == ("POST", route)
     assert call.headers == {"x-request-id": "genapi-1"}
     body: dict[str, Any] = json.loads(call.body or b"")
     return body
@@ -117,7 +118,6 @@ def test_a_pinned_request_names_its_worker_by_all_64_bits() -> None:
     ("sampling", "match"),
     [
         ({"n": 2}, "send 2 requests with n=1"),
-        ({"logprobs": 3}, "pass logprobs=0"),
         ({"logit_bias": {3: 1.0}}, "drops logit_bias"),
         ({"bad_words": ["x"]}, "drops bad_words"),
         ({"ignore_eos": True, "stop": ["x"]}, "under ignore_eos Dynamo drops stop"),
@@ -132,7 +132,8 @@ def test_what_the_frontend_would_drop_is_refused_before_any_call(
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 2.5}, {"repetition_penalty": 3.0}, {"seed": 2**63}]
+    "sampling",
+    [{"temperature": 2.5}, {"repetition_penalty": 3.0}, {"seed": 2**63}, {"logprobs": 6}],
 )
 def test_values_beyond_dynamos_bounds_are_refused_before_any_call(sampling: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(sampling))):
@@ -188,3 +189,21 @@ def test_a_chat_goes_to_the_route_for_chats() -> None:
     assert (body["logprobs"], body["top_logprobs"]) == (True, 1)
     assert "prompt" not in body
     assert "completion_token_ids" in body["nvext"]["extra_fields"]
+
+
+@pytest.mark.parametrize("form", [{"prompt": "hi"}, {"messages": [{"role": "user"}]}])
+def test_candidates_are_asked_for_by_their_ids(form: dict[str, Any]) -> None:
+    asked = request(logprobs=3).model_copy(update={"prompt_token_ids": None, **form})
+    PROVIDER.check(asked, None)
+    body = sent(asked)
+    chat = {"logprobs": True, "top_logprobs": 3}
+    assert body.items() >= (chat if "messages" in form else {"logprobs": 3}).items()
+    assert body["return_tokens_as_token_ids"] is True
+    assert "return_tokens_as_token_ids" not in sent(request(logprobs=0))
+
+
+def test_a_chat_may_have_more_candidates() -> None:
+    chat = {"prompt_token_ids": None, "messages": [{"role": "user"}]}
+    PROVIDER.check(request(logprobs=20).model_copy(update=chat), None)
+    with pytest.raises(ConfigError, match="logprobs=21"):
+        PROVIDER.check(request(logprobs=21).model_copy(update=chat), None)

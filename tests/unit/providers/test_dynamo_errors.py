@@ -2,7 +2,14 @@
 
 import pytest
 
-from genapi import ConfigError, GenAPIError, NotReadyError, OverloadedError, ProviderError
+from genapi import (
+    ConfigError,
+    GenAPIError,
+    NotReadyError,
+    OverloadedError,
+    OverlongPromptError,
+    ProviderError,
+)
 from genapi.types.ids import WorkerId
 from genapi.wire.http import HTTPReply
 from tests.support.dynamo_wire import PROVIDER, URL, context, recorded, request
@@ -65,3 +72,13 @@ def test_a_workers_own_server_says_what_and_why() -> None:
     boom, missing, *_ = recorded("custom_worker_handler_errors")
     assert "Handler error: Python callback failed: RuntimeError: boom" in str(raised(boom.reply))
     assert "Route /engine/nope not found" in str(raised(missing.reply))
+
+
+@pytest.mark.parametrize("pinned", [None, PINNED])
+def test_a_prompt_that_leaves_no_room_is_overlong_also_where_a_worker_was_named(
+    pinned: WorkerId | None,
+) -> None:
+    (call,) = recorded("frontend_context_length")
+    error = raised(call.reply, pinned=pinned)
+    assert isinstance(error, OverlongPromptError)
+    assert "prompt and max_tokens take 4113 of 4096 tokens" in str(error)

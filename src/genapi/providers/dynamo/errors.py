@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from genapi.errors import (
     AuthError,
@@ -45,11 +46,31 @@ CANCELLED = 499
 
 _OVERLOADED = 529  # --http-overload-status-codes
 _OPAQUE = "Invalid request"
-"""All that is said of an id beyond the vocabulary, and of a pinned worker that is not there."""
-_OVERLONG = re.compile(
-    r"maximum context length|longer than the maximum model length|context_length"
-)
+"""All that is said of an id beyond the vocabulary, and of a pinned worker that is not there; of a
+prompt that leaves no room too, but with details."""
+_OVERLONG = re.compile(r"maximum context length|longer than the maximum model length")
 _DEAD = re.compile(r"EngineDeadError|EngineCore encountered an issue")
+
+
+class _Details(Struct, gc=False):
+    type: str | None = None
+    limit: int | None = None
+    actual: int | None = None
+
+
+class _Detailed(Struct, gc=False):
+    details: _Details | None = None
+
+
+_detailed = msgspec.json.Decoder(_Detailed)
+
+
+def _details(body: bytes) -> _Details:
+    """What an answer says besides its words."""
+    try:
+        return _detailed.decode(body).details or _Details()
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return _Details()
 
 
 def error_text(body: bytes) -> ErrorText:
@@ -94,7 +115,10 @@ def _kind(
     reply: HTTPReply, error: ErrorText, pinned: WorkerId | None
 ) -> tuple[type[ProviderError], str | None, str]:
     """The error's class, a code of genapi's own, and a hint for the message."""
-    status, text = reply.status, error.message
+    status, text, details = reply.status, error.message, _details(reply.body)
+    if details.type == "context_length":
+        hint = f" (prompt and max_tokens take {details.actual} of {details.limit} tokens)"
+        return OverlongPromptError, None, hint
     if status == BAD_REQUEST and text == _OPAQUE:
         if pinned is None:
             return ProviderError, None, " (an id beyond the vocabulary is answered so)"

@@ -31,6 +31,7 @@ __all__ = ("check", "decode", "encode", "stream_decoder")
 
 _MAX_TEMPERATURE = _MAX_REPETITION = 2.0
 _SEEDS = range(-(2**63), 2**63)
+_MOST_CANDIDATES, _MOST_CANDIDATES_OF_CHATS = 5, 20
 _FIELDS = ("worker_id", "completion_token_ids", "prompt_token_ids", "engine_data", "stop_reason")
 
 
@@ -42,7 +43,7 @@ def check(request: GenerateRequest, capabilities: Capabilities | None) -> None:
         ConfigError: a value that the frontend refuses, or an id beyond the vocabulary.
     """
     options_of(request, Options(), engine="Dynamo")
-    _check_sampling(request.sampling)
+    _check_sampling(request.sampling, chat=request.messages is not None)
     if request.priority != 0:
         raise UnsupportedError(
             f"priority={request.priority}: Dynamo serves higher ones first and genapi lower ones; "
@@ -62,16 +63,11 @@ def check(request: GenerateRequest, capabilities: Capabilities | None) -> None:
         check_vocabulary(request.prompt_token_ids, capabilities.vocab_size)
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def _check_sampling(sampling: SamplingParams, *, chat: bool) -> None:
     if sampling.n > 1:
         raise UnsupportedError(
             f"n={sampling.n}: Dynamo gives token ids for one output a request; send {sampling.n} "
             "requests with n=1"
-        )
-    if sampling.logprobs:
-        raise UnsupportedError(
-            f"logprobs={sampling.logprobs}: Dynamo names candidates by their texts, which are not "
-            "one for each id; pass logprobs=0 for the chosen token's alone"
         )
     for name in ("logit_bias", "bad_words"):
         if getattr(sampling, name):
@@ -79,6 +75,12 @@ def _check_sampling(sampling: SamplingParams) -> None:
     if sampling.ignore_eos and (sampling.stop or len(sampling.stop_token_ids)):
         raise UnsupportedError(
             "under ignore_eos Dynamo drops stop and stop_token_ids: leave one of them out"
+        )
+    most = _MOST_CANDIDATES_OF_CHATS if chat else _MOST_CANDIDATES
+    if (sampling.logprobs or 0) > most:
+        raise ConfigError(
+            f"logprobs={sampling.logprobs}: Dynamo takes up to {_MOST_CANDIDATES}, and "
+            f"{_MOST_CANDIDATES_OF_CHATS} with messages="
         )
     if sampling.temperature > _MAX_TEMPERATURE:
         raise ConfigError(f"temperature={sampling.temperature}: Dynamo takes 0 to 2")
@@ -190,7 +192,10 @@ def _sampling(sampling: SamplingParams, *, chat: bool) -> dict[str, Any]:
         wire["stop_token_ids"] = TokenIds(sampling.stop_token_ids).tolist()
     # 1 and not 0, which some handlers take for "off": the chosen token comes either way.
     if sampling.logprobs is not None:
-        wire |= {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
+        most = max(sampling.logprobs, 1)
+        wire |= {"logprobs": True, "top_logprobs": most} if chat else {"logprobs": most}
+    if sampling.logprobs:  # their texts are not one for each id
+        wire["return_tokens_as_token_ids"] = True
     if sampling.prompt_logprobs is not None:
         wire["prompt_logprobs"] = max(sampling.prompt_logprobs, 1)
     if sampling.structured_output is not None:

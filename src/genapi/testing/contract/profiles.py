@@ -66,23 +66,17 @@ PROFILES: tuple[Profile, ...] = (
         },
         excluded={
             "ready:key": "a frontend takes no key",
-            "ready:paused": "no worker tells whether it is paused",
-            "publish:paused": "no worker tells whether it is paused",
-            "generate:candidates": "it names candidates by their texts, which are not one for each "
-            "id",
-            "generate:stop-id": "its reply does not say which id ended it",
+            "ready:paused": "vllm's worker under it tells nobody whether it is paused",
+            "publish:paused": "vllm's worker under it tells nobody whether it is paused",
             "generate:outputs": "it gives ids for one output a request",
             "generate:remark": "its workers give the scores of the draw",
             "generate:vocabulary": "it does not tell how large its vocabulary is, and refuses "
             "without naming the id",
-            "generate:overlong": "a frontend shortens the output to the room that there is; how a "
-            "prompt without any is refused was not recorded",
             "generate:session": "the frontend chooses the worker",
             "publish:kept": "nothing is attested: a reply has an interval",
             "publish:kept-stale": "nothing is attested: a reply has an interval",
             "publish:other-life": "another process is another member, whom the next publication "
             "reaches",
-            "publish:peer": "a worker whose sender went away has to be restarted",
             "publish:asleep": "who sleeps makes the fleet unready",
             "publish:checksum": "no worker digests what it holds",
             "publish:lost-label": "the label comes with the end of the session",
