@@ -21,6 +21,10 @@ TOKENS = Profile(
     },
     excluded={
         "generate:outputs": "one output for each request",
+        "generate:text": "ids go in, and nothing else",
+        "generate:chat": "ids go in, and nothing else",
+        "stream:chat": "ids go in, and nothing else",
+        "version:chat": "ids go in, and nothing else",
         "publish:lost-label": "the label comes with the end of the session",
         "publish:asleep": "a token server does not sleep",
     },

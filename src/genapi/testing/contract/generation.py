@@ -1,5 +1,7 @@
 """Requests and replies: what every provider's generation gives."""
 
+from typing import Any
+
 import anyio
 import anyio.lowlevel
 import numpy as np
@@ -12,8 +14,9 @@ from genapi.errors import GenAPIWarning
 from .bodies import shows
 from .stand import Rig, Stand, finished
 
-__all__ = ()
+__all__ = ("CHAT",)
 
+CHAT = [{"role": "user", "content": "bada gomi"}]
 _CALLS = 24
 
 
@@ -183,6 +186,31 @@ async def _turn(rig: Rig) -> None:
         s.carrier.check(0, turns, second.output.token_ids)
 
 
+async def _said(rig: Rig, **prompt: Any) -> None:
+    async with rig.stand() as s:
+        reply = await s.fleet.generate(s.request(prompt_token_ids=None, **prompt))
+        out, ids = reply.output, reply.prompt_token_ids
+        assert ids is not None
+        s.carrier.check(0, ids, out.token_ids)
+        assert len(out.token_ids) == reply.usage.completion_tokens == 8
+        assert reply.usage.prompt_tokens == len(ids)
+        assert out.logprobs is not None
+        assert np.isfinite(out.logprobs).all()
+        assert out.text
+        again = await s.fleet.generate(s.request(prompt_token_ids=ids))
+        assert again.output.token_ids == out.token_ids
+
+
+@shows("generate:text")
+async def _text(rig: Rig) -> None:
+    await _said(rig, prompt="bada gomi")
+
+
+@shows("generate:chat")
+async def _chat(rig: Rig) -> None:
+    await _said(rig, messages=CHAT)
+
+
 @shows("generate:session")
 async def _session(rig: Rig) -> None:
     async with rig.stand(2) as s:
@@ -226,6 +254,17 @@ async def _equal(rig: Rig) -> None:
         assert (streamed.top_logprobs is None) == (whole.top_logprobs is None) == (not best)
         one, other = ([t.token_ids for t in o.top_logprobs or ()] for o in (streamed, whole))
         assert one == other
+
+
+@shows("stream:chat")
+async def _streamed_chat(rig: Rig) -> None:
+    async with rig.stand() as s:
+        asked = s.request(tokens=24, prompt_token_ids=None, messages=CHAT)
+        whole, streamed = await s.fleet.generate(asked), await s.streamed(asked)
+        assert streamed.prompt_token_ids == whole.prompt_token_ids
+        for name in ("token_ids", "text", "finish_reason", "policy"):
+            assert getattr(streamed.output, name) == getattr(whole.output, name)
+        assert streamed.output.text
 
 
 @shows("stream:pieces")

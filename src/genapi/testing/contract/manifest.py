@@ -143,9 +143,20 @@ MANIFEST: tuple[Behaviour, ...] = (
     ),
     _row("generate:usage", _REPLIES, "The reply counts the tokens of prompt and output."),
     _row("generate:turn", _REQUESTS, "The next turn goes on from the last one, id for id."),
+    _row(
+        "generate:text",
+        _REQUESTS,
+        "A text is answered as the ids that were made of it, which the reply names.",
+    ),
+    _row(
+        "generate:chat",
+        _REQUESTS,
+        "A chat is answered as the ids that its template made of it, which the reply names.",
+    ),
     _row("generate:session", _REQUESTS, "Requests of one session stay on one worker."),
     _row("generate:many", "POOL-01", "Many calls at once each get the reply to their own prompt."),
     _row("stream:equal", _REPLIES, "A stream ends in the reply that `generate` returns."),
+    _row("stream:chat", _REPLIES, "A streamed chat ends in the reply that `generate` returns."),
     _row("stream:pieces", "STREAM-12", "The pieces of a stream join to the output it ends with."),
     _row(
         "stream:left",
@@ -206,6 +217,7 @@ MANIFEST: tuple[Behaviour, ...] = (
     ),
     # versions
     _row("version:unknown", "VER-04", "Before a version is published, tokens are of none."),
+    _row("version:chat", _VERSIONS, "A chat names the version of its tokens as ids do."),
     _row("version:held", _VERSIONS, "A version that is held already is met at once."),
     _row("version:awaited", _VERSIONS, "A request waits for the publication of its version."),
     _row(

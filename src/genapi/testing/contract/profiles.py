@@ -66,8 +66,8 @@ PROFILES: tuple[Profile, ...] = (
         },
         excluded={
             "ready:key": "a frontend takes no key",
-            "ready:paused": "vllm's worker under it tells nobody whether it is paused",
-            "publish:paused": "vllm's worker under it tells nobody whether it is paused",
+            "ready:paused": "its worker of vLLM tells nobody whether it is paused",
+            "publish:paused": "its worker of vLLM tells nobody whether it is paused",
             "generate:outputs": "it gives ids for one output a request",
             "generate:remark": "its workers give the scores of the draw",
             "generate:vocabulary": "it does not tell how large its vocabulary is, and refuses "

@@ -6,6 +6,7 @@ import pytest
 import genapi
 
 from .bodies import shows
+from .generation import CHAT
 from .stand import Rig
 
 __all__ = ()
@@ -24,6 +25,16 @@ async def _unknown(rig: Rig) -> None:
         assert trace.oldest is None
         assert trace.newest is None
         assert trace.lag(0) is None
+
+
+@shows("version:chat")
+async def _chat(rig: Rig) -> None:
+    async with rig.stand() as s:
+        await s.publisher().adopt(7)
+        for bound in ({}, {"min_version": 7}):
+            asked = s.request(prompt_token_ids=None, messages=CHAT, **bound)
+            for reply in (await s.fleet.generate(asked), await s.streamed(asked)):
+                assert steps(reply.output.policy) == [(7, 7)]
 
 
 @shows("version:held")
