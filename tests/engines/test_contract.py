@@ -1,6 +1,7 @@
 """The contract suite on real servers: the bodies that everything embedded runs, unchanged.
 
-Greedy tokens are held against `transformers` on the weights that a body expects.
+Greedy tokens are held against `transformers` on the weights that a body expects. On Dynamo it runs
+in `test_dynamo.py`, with the deployment that is there.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ PAIRS = {"vllm": "vllm_pair", "sglang": "sglang_pair"}
 
 
 class Real:
-    """Two servers for each provider, which every test of the session shares.
+    """Two servers for each provider, which several tests share.
 
     Attributes:
         pair: the servers of the test that runs.
+        front: what stands before them.
         models: the weights of seed 0 and seed 1.
         reference: what they have to answer.
     """
@@ -43,7 +45,8 @@ class Real:
     long = 3500
     timeouts = LIMITS
     patience_s = 60.0
-    pair: tuple[Server, Server]
+    pair: tuple[Server, ...]
+    front: str | None = None
     models: Models
     reference: Reference
 
@@ -52,7 +55,9 @@ class Real:
         self, profile: Profile, count: int, flags: Mapping[str, str]
     ) -> AsyncIterator[Servers]:
         assert not flags
-        shared = Shared(tuple(server.address for server in self.pair[:count]))
+        # What lists its servers lists all of them.
+        pair = self.pair if self.front else self.pair[:count]
+        shared = Shared(tuple(server.address for server in pair), self.front)
         async with shared.put_back(profile, self):
             yield shared
 

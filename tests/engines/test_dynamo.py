@@ -1,7 +1,8 @@
 """genapi against a real Dynamo frontend and its vLLM workers: rollouts, publications, failures.
 
-No version comes with a reply of Dynamo's: a trace is an interval. Greedy tokens are held against
-`transformers` on the weights of every version in it.
+First comes what every provider shows, as in `test_contract.py`. No version comes with a reply of
+Dynamo's: a trace is an interval. Greedy tokens are held against `transformers` on the weights of
+every version in it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import numpy as np
 import pytest
 
 import genapi
-from genapi import FinishReason, Outcome, SamplingParams
+from genapi import Outcome
 from genapi.events import Event, PhaseStarted
-from genapi.types.ids import Role
+from genapi.testing.contract import PROFILES, suite
 from genapi.types.worker import Evidence, FenceStrength, Recovery
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment
 from tests.engines.kit.judge import Judge
+from tests.engines.test_contract import Real
 from tests.engines.test_filesystem import FEW, SHARD
 from tests.engines.test_sglang import die_in_mid_transfer
 from tests.engines.test_vllm import (
@@ -38,16 +39,19 @@ from tests.engines.test_vllm import (
     request,
     weights,
 )
+from tests.support.cases import marked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.engines.conftest import Deploy, Models, Oracle
+    from genapi.testing.contract import Case
+    from tests.engines.conftest import Deploy, Models, Oracle, Reference
     from tests.engines.kit.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio]
 
-ROUNDING = 1e-4
+REAL = Real()
+CASES = suite([profile for profile in PROFILES if profile.provider == "dynamo"], [REAL])
 IN_FLIGHT = 8
 INFERRED = "inferred"
 
@@ -65,7 +69,7 @@ def started(deploy: Deploy) -> Iterator[Deployment]:
 
 @pytest.fixture
 def pair(started: Deployment) -> Deployment:
-    """A frontend and two vLLM workers that run; a test leaves both of them serving, or dead."""
+    """A frontend and two vLLM workers; a test leaves both of them serving seed 0, or dead."""
     for server in [s for s in started.workers if s.process.poll() is not None]:
         started.kill(server)
     for _ in range(2 - len(started.workers)):
@@ -74,74 +78,35 @@ def pair(started: Deployment) -> Deployment:
     return started
 
 
+@pytest.mark.parametrize("case", marked(CASES))
+async def test_on_a_real_deployment(
+    case: Case, pair: Deployment, models: Models, reference: Reference
+) -> None:
+    REAL.pair, REAL.front = tuple(pair.workers), pair.target.partition("://")[2]
+    REAL.models, REAL.reference = models, reference
+    await case.run()
+
+
 def instances(deployment: Deployment) -> set[str]:
     return {str(deployment.instance(server)) for server in deployment.workers}
 
 
-async def test_workers_behind_a_frontend_are_found_with_their_addresses_and_exact_ids(
-    pair: Deployment,
+async def test_weights_that_were_sent_tensor_by_tensor_are_served_exactly_by_dynamo(
+    pair: Deployment, models: Models, oracle: Oracle
 ) -> None:
-    async with genapi.connect(pair.target) as fleet:
+    transport = genapi.weights.Gloo(timeout_s=20, bucket_tensors=9, packed=False)
+    async with genapi.connect(pair.target, run="exact") as fleet:
         await fleet.wait_ready(timeout_s=60)
-        workers = (await fleet.snapshot()).workers
-        assert {w.id.instance for w in workers} == instances(pair)
-        assert {w.url for w in workers} == {server.url for server in pair.workers}
-        assert {w.role for w in workers} == {Role.UNIFIED}
-        assert all(w.healthy for w in workers)
-        replies = await everywhere(fleet)
-        assert {reply.worker for reply in replies} == {w.id for w in workers}
-
-
-async def test_a_streamed_reply_of_dynamo_equals_the_unary_one_token_for_token(
-    pair: Deployment,
-) -> None:
-    async with genapi.connect(pair.target, run="streamed") as fleet, publisher(fleet) as p:
-        await fleet.wait_ready(timeout_s=60)
-        await p.adopt(0)
-        sampling = SamplingParams(max_tokens=64, temperature=0.0, logprobs=0, ignore_eos=True)
-        asked = request().model_copy(update={"sampling": sampling})
-        whole = (await fleet.generate(asked)).output
-        async with fleet.stream(asked) as events:
-            received = [event async for event in events]
-        last = received[-1]
-        assert isinstance(last, genapi.Finished)
-        streamed = last.reply.output
-        assert len(received) > 10
-        assert whole.finish_reason is FinishReason.LENGTH
-        for name in ("token_ids", "text", "finish_reason", "policy", "stop_reason"):
-            assert getattr(streamed, name) == getattr(whole, name)
-        assert streamed.logprobs is not None
-        assert whole.logprobs is not None
-        assert np.abs(streamed.logprobs - whole.logprobs).max() < ROUNDING
-
-
-@pytest.mark.parametrize("packed", [True, False])
-async def test_published_weights_are_served_exactly_by_dynamo_and_the_first_ones_come_back(
-    packed: bool, pair: Deployment, models: Models, oracle: Oracle
-) -> None:
-    transport = genapi.weights.Gloo(timeout_s=20, bucket_tensors=9, packed=packed)
-    async with genapi.connect(pair.target, run=f"exact-{packed}") as fleet:
-        await fleet.wait_ready(timeout_s=60)
-        judge = Judge(oracle, {0: models.seed0, 1: models.seed1, 2: models.seed0})
+        judge = Judge(oracle, {1: models.seed1, 2: models.seed0})
         async with genapi.WeightPublisher(fleet, transport=transport, timeouts=LIMITS) as p:
-            await p.adopt(0)
-            first = await everywhere(fleet)
-            pauses = []
             for step, folder in ((1, models.seed1), (2, models.seed0)):
                 report = await p.publish(step, weights(folder))
                 assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
-                assert [r.evidence for r in report.receipts] == [Evidence.OWN_LABEL] * 2
-                pauses += [r.paused_s for r in report.receipts]
-                snapshot = await fleet.snapshot()
-                assert {w.label for w in snapshot.workers} == {report.version.label}
+                assert {r.worker.instance for r in report.receipts} == instances(pair)
                 for reply in await everywhere(fleet):
-                    policy = reply.output.policy
-                    assert policy.oldest == policy.newest == report.version
-                    assert policy.is_pure
+                    assert reply.output.policy.oldest == reply.output.policy.newest
                     judge.check(reply, PROMPT, source=INFERRED)
-            last = await everywhere(fleet)
-            assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
-            print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
+                print(f"\npaused_s: {[round(r.paused_s or 0, 3) for r in report.receipts]}")
         judge.close()
 
 
@@ -226,27 +191,6 @@ async def test_tokens_of_a_request_that_a_publication_overlaps_are_of_the_two_ve
             assert reply.output.is_complete
             judge.check(reply, PROMPT, source=INFERRED)
         judge.close()
-
-
-async def test_a_request_that_an_aborting_publication_cut_short_is_not_taken_for_a_stop(
-    pair: Deployment, models: Models, oracle: Oracle
-) -> None:
-    async with genapi.connect(pair.target, run="cut") as fleet:
-        await fleet.wait_ready(timeout_s=60)
-        async with publisher(fleet, mode="abort") as p:
-            await p.publish(1, weights(models.seed0))
-            async with fleet.stream(request(tokens=3500)) as events:
-                await anext(events)
-                await p.publish(2, weights(models.seed1))
-                last = [event async for event in events][-1]
-            assert isinstance(last, genapi.Finished)
-            out = last.reply.output
-            assert 0 < len(out.token_ids) < 3500
-            assert not out.is_complete
-            judge = Judge(oracle, {1: models.seed0, 2: models.seed1})
-            judge.check(last.reply, PROMPT, source=INFERRED)
-            judge.check(await fleet.generate(request()), PROMPT, source=INFERRED)
-            await p.publish(3, weights(models.seed0))
 
 
 class Flight:
