@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -98,8 +99,11 @@ def test_a_profile_that_lacks_routes_is_refused_and_they_are_named() -> None:
             "label": "",
         },
     )
-    with pytest.raises(ValueError, match=r"^x: paths lacks 'join', 'label'$"):
+    with pytest.raises(ValueError, match=r"^x: paths lacks 'join', 'label', 'sleep'$"):
         suite([profile], [MEMORY])
+    awake = replace(profile, excluded={"publish:asleep": "it does not sleep"})
+    with pytest.raises(ValueError, match=r"^x: paths lacks 'join', 'label'$"):
+        suite([awake], [MEMORY])
 
 
 def test_every_behaviour_names_a_page_of_the_docs_or_a_report() -> None:

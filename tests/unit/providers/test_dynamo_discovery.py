@@ -490,3 +490,22 @@ def test_the_mocker_is_in_no_list() -> None:
     answers["/v1/models/tinyv/ready"] = ready(aggregated=1)
     found, _ = read(answers)
     assert [w.facts.instance for w in found.workers] == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("routes", "asleep"),
+    [
+        (json.loads(VLLM.reply.body)["workers"][0]["routes"], True),
+        (["control/pause_generation", "control/is_paused", "control/get_weight_version"], False),
+    ],
+)
+def test_a_worker_that_is_out_of_the_routing_sleeps_unless_its_pause_does_that(
+    routes: list[str], asleep: bool
+) -> None:
+    there = [worker(7, routes=routes), worker(BIG, routes=routes)]
+    answers = {**whole(*there, counts={"aggregated": 1}), "/health": health(*instances(BIG))}
+    found, _ = read(answers, model="tinyv")
+    assert {w.facts.instance: w.facts.asleep for w in found.workers} == {
+        "7": asleep,
+        str(BIG): False,
+    }

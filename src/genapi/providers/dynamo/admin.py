@@ -89,7 +89,7 @@ class DynamoWorker:
 
         Raises:
             UnsupportedError: it advertises no routes for it, or the plan cannot be carried out.
-            ConfigError: it receives weights by another backend.
+            ConfigError: it receives weights by another backend, or sleeps.
         """
         self.check_server(plan, facts, receives="weights")
         own = facts.capabilities.weight_backend
@@ -106,6 +106,11 @@ class DynamoWorker:
         facts.capabilities.require("admin", where=_HERE)
         facts.capabilities.require(receives, where=_HERE)
         self.check_caches(plan)
+        if facts.asleep:
+            raise ConfigError(
+                "the frontend has taken the worker out of its routing: it sleeps, and an update "
+                "would go to memory that it released. Wake it with POST /engine/control/wake_up"
+            )
         keeps = plan.mode == "keep" and plan.in_flight_kv == "recompute"
         if facts.role is not Role.UNIFIED and keeps:
             raise UnsupportedError(

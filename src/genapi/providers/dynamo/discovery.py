@@ -7,7 +7,7 @@ said. Both dialects of the list are read; instances are whole numbers of 64 bits
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -335,7 +335,8 @@ def _workers(
     known = {(worker.namespace, worker.instance_id) for worker in listed}
     mine = [w for w in listed if model is None or w.model in (None, model)]
     splits = splits or any("prefill" in w.component for w in mine)
-    found = [_of_list(worker, model=model, splits=splits) for worker in mine]
+    routed = {one.instance_id for one in instances}
+    found = [_of_list(worker, model=model, splits=splits, routed=routed) for worker in mine]
     # Of several models one cannot tell whose an instance is that names none.
     others = instances if len({w.model for w in listed} - {None}) <= 1 else ()
     found += [
@@ -353,7 +354,9 @@ def _place(worker: Listed) -> tuple[int, str, int, str]:
     return order, identity.component, int(identity.instance), worker.url
 
 
-def _of_list(worker: _Worker, *, model: str | None, splits: bool) -> Listed:
+def _of_list(
+    worker: _Worker, *, model: str | None, splits: bool, routed: Collection[int]
+) -> Listed:
     routes = worker.routes if worker.routes is not None else worker.system_routes or []
     family = family_of(routes, has_server=worker.admin_base_url is not None)
     identity = WorkerId(
@@ -395,6 +398,8 @@ def _of_list(worker: _Worker, *, model: str | None, splits: bool) -> Listed:
             ranks=ranks,
             places=tuple(worker_ranks(0, world_size=ranks)),
             role=role,
+            # A pause leaves vLLM's worker in the routing, unlike that of others; sleep does not.
+            asleep=family is Family.VLLM and worker.instance_id not in routed,
             details=details,
             capabilities=Capabilities(
                 models=tuple(name for name in (worker.model or model,) if name is not None),

@@ -118,7 +118,7 @@ class _InMemory:
         everyone = named | {name: name for name in cluster.names}
         self.transport: Transport = _Addressed(cluster, everyone)
         self._cluster = cluster
-        self._update = profile.paths["update"].split()[0]
+        self._paths = profile.paths
 
     def kill(self, index: int) -> None:
         self._cluster.workers[index].kill()
@@ -130,13 +130,15 @@ class _InMemory:
         return self._cluster.workers[index].engine.num_running
 
     def lose_peer(self, index: int) -> None:
-        self._cluster.workers[index].faults.add(Fault(self._update, "peer_lost"))
+        self._cluster.workers[index].faults.add(
+            Fault(self._paths["update"].split()[0], "peer_lost")
+        )
 
     def overwrite(self, index: int, tensors: Mapping[str, Any]) -> None:
         self._cluster.workers[index].engine.install(dict(tensors))
 
     async def sleep(self, index: int) -> None:
-        reply = await self._cluster.handle(index, Call("POST", "/sleep", {"level": "1"}))
+        reply = await self._cluster.workers[index].handle(Call("POST", self._paths["sleep"]))
         assert reply.status == 200, reply
 
 

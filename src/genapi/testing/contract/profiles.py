@@ -20,7 +20,9 @@ PROFILES: tuple[Profile, ...] = (
             "update": "/update_weights",
             "finish": "/finish_weight_update",
             "label": "/update_weight_version",
+            "sleep": "/sleep",
         },
+        sleeping={"enable_sleep_mode": "true"},
         excluded={
             "publish:lost-label": "the label comes with the end of the session",
         },
@@ -63,6 +65,7 @@ PROFILES: tuple[Profile, ...] = (
             "update": f"{_RPC} update_info",
             "finish": f"{_RPC} finish_weight_update",
             "label": "/engine/set_weight_version",
+            "sleep": "/engine/control/sleep",
         },
         excluded={
             "ready:key": "a frontend takes no key",
@@ -77,7 +80,6 @@ PROFILES: tuple[Profile, ...] = (
             "publish:kept-stale": "nothing is attested: a reply has an interval",
             "publish:other-life": "another process is another member, whom the next publication "
             "reaches",
-            "publish:asleep": "who sleeps makes the fleet unready",
             "publish:checksum": "no worker digests what it holds",
             "publish:lost-label": "the label comes with the end of the session",
         },

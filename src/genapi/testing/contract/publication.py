@@ -427,7 +427,7 @@ async def _other_life(rig: Rig) -> None:
 
 @shows("publish:asleep")
 async def _asleep(rig: Rig) -> None:
-    async with rig.stand(2, flags={"enable_sleep_mode": "true"}) as s, s.publisher() as p:
+    async with rig.stand(2, flags=rig.profile.sleeping) as s, s.publisher() as p:
         await p.adopt(0)
         await s.servers.sleep(1)
         report = await failed(p, 1, s.weights(1))

@@ -29,7 +29,7 @@ from .meddling import Action, Meddling, Trouble
 __all__ = ("Carrier", "Operation", "Profile", "Rig", "Servers", "Stand")
 
 Operation = Literal[
-    "health", "generate", "join", "pause", "resume", "begin", "update", "finish", "label"
+    "health", "generate", "join", "pause", "resume", "begin", "update", "finish", "label", "sleep"
 ]
 _NUMBERS = count()
 _LIMIT_S = 20.0
@@ -41,12 +41,14 @@ class Profile:
 
     Attributes:
         provider: its name, the scheme of its targets.
-        paths: its routes, by what they are for; `health` is one that every inspection reads. Words
-            after a path are words of the body, where one path serves several purposes.
+        paths: its routes, by what they are for; `health` is one that every inspection reads, and
+            `sleep` is not wanted of who is excluded from `publish:asleep`. Words after a path are
+            words of the body, where one path serves several purposes.
         logprobs_mode: of which distribution its scores are when a server has its defaults.
         excluded: behaviours that it does not have, each with the reason, by their ids.
         front: how a target names what stands before the servers, by the addresses `{0}`, `{1}`
             that this has; None = requests go to the servers themselves.
+        sleeping: flags of servers that can be put to sleep.
     """
 
     provider: str
@@ -54,6 +56,7 @@ class Profile:
     logprobs_mode: LogprobsMode
     excluded: Mapping[str, str] = field(default_factory=dict)
     front: str | None = None
+    sleeping: Mapping[str, str] = field(default_factory=dict)
 
 
 class Servers(Protocol):

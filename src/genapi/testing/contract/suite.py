@@ -43,7 +43,9 @@ def suite(profiles: Iterable[Profile], carriers: Iterable[Carrier]) -> tuple[Cas
 
 
 def _cases(profile: Profile, carriers: tuple[Carrier, ...]) -> Iterator[Case]:
-    missing = [name for name in get_args(Operation) if not profile.paths.get(name)]
+    unwanted = {"sleep"} if "publish:asleep" in profile.excluded else set()
+    wanted = [name for name in get_args(Operation) if name not in unwanted]
+    missing = [name for name in wanted if not profile.paths.get(name)]
     if missing:
         raise ValueError(f"{profile.provider}: paths lacks {', '.join(map(repr, missing))}")
     unknown = sorted(set(profile.excluded) - {behaviour.id for behaviour in MANIFEST})
