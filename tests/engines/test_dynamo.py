@@ -12,6 +12,7 @@ import functools
 import os
 import pathlib
 import signal
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import anyio
@@ -150,6 +151,23 @@ async def test_files_are_served_exactly_by_dynamo_also_to_a_kept_request_and_the
             assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
             print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
         judge.close()
+
+
+async def test_a_worker_that_sleeps_is_refused_and_published_to_when_it_is_awake(
+    pair: Deployment, models: Models
+) -> None:
+    sleeper = next(iter(pair.workers))
+    async with genapi.connect(pair.target, run="asleep") as fleet, publisher(fleet) as p:
+        await fleet.wait_ready(timeout_s=60)
+        await p.adopt(0)
+        assert sleeper.request("POST", "/engine/control/sleep", {"level": 1})[0] == HTTPStatus.OK
+        report = await failed(p, 1, weights(models.seed0))
+        assert [r.outcome for r in report.receipts] == [Outcome.UNTOUCHED] * 2
+        errors = {r.url: r.error for r in report.receipts}
+        assert "/engine/control/wake_up" in (errors[sleeper.url] or "")
+        assert sleeper.request("POST", "/engine/control/wake_up", {})[0] == HTTPStatus.OK
+        await fleet.wait_ready(timeout_s=60)
+        assert (await p.publish(1, weights(models.seed0))).committed
 
 
 async def test_tokens_of_a_request_that_a_publication_overlaps_are_of_the_two_versions_it_names(
