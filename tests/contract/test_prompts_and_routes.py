@@ -75,19 +75,6 @@ def said(reply: GenerateResponse) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("form", FORMS)
-async def test_a_prompt_in_any_form_has_the_ids_and_tokens_of_its_tokens(
-    form: dict[str, Any], protocol: str
-) -> None:
-    async with rig(1, protocol=protocol) as running:
-        reply = await running.fleet.generate(asked(form))
-        assert reply.prompt_token_ids is not None
-        again = await running.fleet.generate(asked({"prompt_token_ids": reply.prompt_token_ids}))
-    assert again.output.token_ids == reply.output.token_ids
-    assert reply.prompt_token_ids[-3:] == [7, 8, 9] or "messages" in form
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("form", FORMS[1:])
 async def test_the_native_route_attests_text_and_chat_prompts(
     form: dict[str, Any], protocol: str
