@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import anyio
 
-from genapi.errors import GenAPIError, ReplyError, TransportError
+from genapi.errors import AuthError, GenAPIError, ReplyError, TransportError
 from genapi.events import AdminCalled, Observe
 from genapi.transports.base import Transport
 from genapi.wire.flow import Flow
@@ -36,6 +36,7 @@ class Control:
         headers: the headers that go to an address, credentials included, by the key that a call
             asks for.
         observe: told of every flow that ended.
+        withheld: why no key is sent to an address though there is one; None = it is.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Control:
         *,
         headers: Callable[[str, Grant | None], Mapping[str, str]],
         observe: Observe,
+        withheld: Callable[[str], str | None] = lambda _url: None,
     ) -> None:
         self._transport = transport
         self._headers = headers
+        self._withheld = withheld
         self.observe = observe
 
     @property
@@ -72,16 +75,28 @@ class Control:
             timeout_s: bound on the whole flow.
             headers: by the key that a call asks for, instead of those of the administration plane.
         """
-        return await run_flow(
-            flow,
-            self._transport,
-            url,
-            headers=headers or partial(self._headers, url),
-            elsewhere=self._headers,
-            timeout_s=timeout_s,
-            observe=self.observe,
-            operation=operation,
-        )
+        try:
+            return await run_flow(
+                flow,
+                self._transport,
+                url,
+                headers=headers or partial(self._headers, url),
+                elsewhere=self._headers,
+                timeout_s=timeout_s,
+                observe=self.observe,
+                operation=operation,
+            )
+        except AuthError as error:
+            why = self._withheld(error.url or url)
+            if why is None:
+                raise
+            raise AuthError(
+                f"{error}; {why}",
+                status=error.status,
+                code=error.code,
+                body=error.body,
+                url=error.url,
+            ) from error
 
 
 async def run_flow(

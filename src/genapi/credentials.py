@@ -11,6 +11,13 @@ A key is given to an origin, never to whoever answers:
     administration, a        both                  api_key
     route that takes the     one of them           as above
     key of requests
+    administration, where    any                   nothing
+    only a list names it
+
+Only a list names a host that is not in the configuration: not that of requests, of a worker in the
+target, or of the list itself, and in no allowed origin. Whoever writes the list, or answers in its
+place, could name any address. Ports are not looked at, since a list is there to tell them; all
+names of this host are one where the configuration names one of them.
 
 A reference to a variable that is unset or blank means no key, and then no Authorization header at
 all. A file that is named has to be there; a blank one means no key.
@@ -24,9 +31,9 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from genapi.errors import ConfigError
-from genapi.types.config import FleetConfig, Key
+from genapi.types.config import FleetConfig, Key, base_url
 from genapi.wire.http import Grant
-from genapi.wire.origin import is_loopback, origin
+from genapi.wire.origin import host_of, is_loopback, origin, origins_like
 
 __all__ = ("Credentials", "Grant", "admin_grant", "data_grant", "resolve")
 
@@ -40,7 +47,12 @@ def data_grant(url: str, *, request_origins: Iterable[str]) -> Grant | None:
 
 
 def admin_grant(
-    url: str, *, request_origins: Iterable[str], has_admin_key: bool, wants_data_key: bool = False
+    url: str,
+    *,
+    request_origins: Iterable[str],
+    has_admin_key: bool,
+    is_named: bool,
+    wants_data_key: bool = False,
 ) -> Grant | None:
     """Which key an administration call to `url` carries; None = none.
 
@@ -48,9 +60,10 @@ def admin_grant(
         url: where the call goes.
         request_origins: where requests go.
         has_admin_key: whether there is a key for administration alone.
+        is_named: whether the configuration names its host, or allows the origin.
         wants_data_key: whether the route takes the key of requests, and there is one.
     """
-    if has_admin_key:
+    if has_admin_key and is_named:
         return "data" if wants_data_key else "admin"
     return data_grant(url, request_origins=request_origins)
 
@@ -101,12 +114,28 @@ class Credentials:
         data_key: str | None = None,
         admin_key: str | None = None,
         request_origins: Iterable[str] = (),
+        named: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
     ) -> None:
+        """Hold the keys.
+
+        Args:
+            data_key: the key of requests.
+            admin_key: the key of administration.
+            request_origins: where requests go.
+            named: URLs whose hosts the configuration names.
+            allowed_origins: patterns of further origins that may get a key.
+
+        Raises:
+            ConfigError: an allowed origin is none.
+        """
         self._keys: dict[Grant, str | None] = {"data": data_key, "admin": admin_key}
         self._request_origins = frozenset(request_origins)
-        self._allowed_origins = frozenset(allowed_origins)
-        self._warned = False
+        urls = [*self._request_origins, *named]
+        self._hosts = frozenset(map(host_of, urls))
+        self._is_here = any(map(is_loopback, urls))
+        self._allowed = tuple(map(origins_like, allowed_origins))
+        self._warned: set[str] = set()
 
     @classmethod
     def of(cls, config: FleetConfig, *, environment: Mapping[str, str] | None = None) -> Self:
@@ -116,11 +145,16 @@ class Credentials:
             ConfigError: a key that cannot be used, or an allowed origin that is none.
         """
         found = os.environ if environment is None else environment
+        target = config.parsed
+        lists = [target.listing] if target.listing else []
+        if config.discovery_url:
+            lists.append(base_url(config.discovery_url, scheme="http"))
         return cls(
             data_key=resolve(config.api_key, environment=found),
             admin_key=resolve(config.admin_api_key, environment=found),
-            request_origins=map(origin, config.parsed.requests),
-            allowed_origins=map(origin, config.allowed_origins),
+            request_origins=map(origin, target.requests),
+            named=[*target.workers, *lists],
+            allowed_origins=config.allowed_origins,
         )
 
     def data_headers(self, url: str) -> dict[str, str]:
@@ -136,7 +170,7 @@ class Credentials:
         the admin key may get that one, too.
 
         The first time a key goes to another host unencrypted there is a warning, unless the origin
-        is in `allowed_origins`.
+        is in `allowed_origins`; and so is there the first time that one is withheld.
         """
         has_admin_key = self._keys["admin"] is not None
         wants_data_key = grant == "data" and self._keys["data"] is not None
@@ -147,21 +181,48 @@ class Credentials:
                 url,
                 request_origins=self._request_origins,
                 has_admin_key=has_admin_key,
+                is_named=self._is_named(url),
                 wants_data_key=wants_data_key,
             )
         )
-        if headers and not self._warned and self._is_exposed(url):
-            self._warned = True
-            _log.warning(
-                "a key goes unencrypted to %s for administration; use https, or name the origin in "
-                "allowed_origins to accept this",
-                origin(url),
+        if headers and self._is_exposed(url):
+            self._warn(
+                f"a key goes unencrypted to {origin(url)} for administration; use https, or name "
+                "the origin in allowed_origins to accept this",
+                of="exposed",
             )
+        withheld = self.withheld(url)
+        if withheld is not None:
+            self._warn(withheld, of="withheld")
         return headers
+
+    def withheld(self, url: str) -> str | None:
+        """Why an administration call to `url` carries no key though there is one; None = it may."""
+        if url.startswith(_IN_PROCESS) or self._keys["admin"] is None or self._is_named(url):
+            return None
+        where = origin(url)
+        return (
+            f"no key is sent to {where}, which only the list of workers names: add it to "
+            f"allowed_origins, where a * may be the port or a part of the host ('{where}', "
+            "'http://10.1.*.*:*', 'https://*.pods.example:*')"
+        )
+
+    def _is_named(self, url: str) -> bool:
+        if host_of(url) in self._hosts or (self._is_here and is_loopback(url)):
+            return True
+        return self._is_allowed(url)
+
+    def _is_allowed(self, url: str) -> bool:
+        return any(allows(url) for allows in self._allowed)
 
     def _is_exposed(self, url: str) -> bool:
         plain = url.startswith("http://") and not is_loopback(url)
-        return plain and origin(url) not in self._allowed_origins
+        return plain and not self._is_allowed(url)
+
+    def _warn(self, message: str, *, of: str) -> None:
+        if of not in self._warned:
+            self._warned.add(of)
+            _log.warning("%s", message)
 
     def _headers(self, grant: Grant | None) -> dict[str, str]:
         key = None if grant is None else self._keys[grant]

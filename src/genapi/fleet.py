@@ -219,7 +219,10 @@ class Fleet:
             requests, administration = await self._transports(stack)
             credentials = self._credentials = Credentials.of(self.config)
             self._control = Control(
-                administration, headers=credentials.admin_headers, observe=self.observe
+                administration,
+                headers=credentials.admin_headers,
+                observe=self.observe,
+                withheld=credentials.withheld,
             )
             directory = self._directory
             routed = self._target.routed or directory is not None

@@ -34,19 +34,95 @@ SAME, OTHER = "http://router:8000", "http://w2:8001"
 
 
 @pytest.mark.parametrize(
-    ("url", "has_admin_key", "grant"),
+    ("url", "has_admin_key", "is_named", "grant"),
     [
-        (SAME, False, "data"),
-        (SAME, True, "admin"),
-        (OTHER, False, None),
-        (OTHER, True, "admin"),
+        (SAME, False, True, "data"),
+        (SAME, True, True, "admin"),
+        (OTHER, False, True, None),
+        (OTHER, True, True, "admin"),
+        (OTHER, False, False, None),
+        (OTHER, True, False, None),
     ],
 )
 def test_administration_gets_the_key_that_the_table_says(
-    url: str, has_admin_key: bool, grant: str | None
+    url: str, has_admin_key: bool, is_named: bool, grant: str | None
 ) -> None:
-    found = admin_grant(url, request_origins=[SAME], has_admin_key=has_admin_key)
+    found = admin_grant(url, request_origins=[SAME], has_admin_key=has_admin_key, is_named=is_named)
     assert found == grant
+
+
+DISCOVERED = "sglang://gateway:30000?workers=discover"
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "url", "is_sent"),
+    [
+        # hosts that the configuration names, at any port
+        (DISCOVERED, {}, "http://gateway:41234", True),
+        (DISCOVERED, {}, "http://GATEWAY:1", True),
+        (DISCOVERED, {"discovery_url": "lists:9"}, "http://lists:41234", True),
+        ("dynamo://front:8000?discovery=lists:9", {}, "http://lists:41234", True),
+        ("vllm://router:8000?workers=w1:8001", {}, "http://w1:8001", True),
+        # others
+        (DISCOVERED, {}, "http://10.1.2.3:8000", False),
+        (DISCOVERED, {}, "http://gateway.evil.example:30000", False),
+        (DISCOVERED, {}, "http://gateway:30000@evil.example:1", False),
+        ("vllm://router:8000?workers=w1:8001", {}, "http://w2:8001", False),
+        # this host has many names, and is another one than the list's where that is elsewhere
+        ("dynamo://127.0.0.1:8000", {}, "http://localhost:41234", True),
+        ("dynamo://localhost:8000", {}, "http://[::1]:41234", True),
+        (DISCOVERED, {}, "http://127.0.0.1:6379", False),
+        ("dynamo://127.0.0.1:8000", {}, "http://10.1.2.3:8000", False),
+        # allowed ones
+        *[
+            (DISCOVERED, {"allowed_origins": [pattern]}, url, is_sent)
+            for pattern, url, is_sent in [
+                ("http://10.1.2.3:8000", "http://10.1.2.3:8000", True),
+                ("http://10.1.2.3:8000", "http://10.1.2.3:8001", False),
+                ("http://10.1.2.3:*", "http://10.1.2.3:8001", True),
+                ("http://10.1.2.3:*", "https://10.1.2.3:8001", False),
+                ("http://10.1.*.*:*", "http://10.1.200.3:8001", True),
+                ("http://10.1.*.*:*", "http://10.2.0.3:8001", False),
+                ("http://10.1.*.*:*", "http://10.1.evil.example:8001", False),
+                ("http://10.1.*.*:*", "http://10.1.2.3.evil.example:8001", False),
+                ("https://*.pods.example:*", "https://a.b.pods.example:1", True),
+                ("https://*.PODS.example", "https://a.pods.example", True),
+                ("https://*.pods.example:*", "https://pods.example:1", False),
+                ("https://*.pods.example:*", "https://evilpods.example:1", False),
+                ("https://*.pods.example:*", "https://a.pods.example.evil:1", False),
+                ("http://[fd00::1]:*", "http://[fd00::1]:9", True),
+                ("http://*:*", "http://anywhere.example:9", True),
+                ("http://*:9", "http://anywhere.example:10", False),
+            ]
+        ],
+    ],
+)
+def test_the_admin_key_goes_to_hosts_that_are_configured_or_allowed_and_not_to_whoever_is_listed(
+    target: str, options: dict[str, Any], url: str, is_sent: bool
+) -> None:
+    credentials = of(target, api_key="env:DATA", admin_api_key="env:ADMIN", **options)
+    assert credentials.admin_headers(url) == (bearer("admin") if is_sent else {})
+    assert credentials.admin_headers(url, "data") == (bearer("data") if is_sent else {})
+    assert (credentials.withheld(url) is None) == is_sent
+
+
+def test_a_key_that_is_withheld_is_said_once_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    credentials = of(DISCOVERED, admin_api_key="env:ADMIN")
+    with caplog.at_level(logging.WARNING):
+        for url in ("http://10.1.2.3:8000/pause", "http://10.1.2.4:8000"):
+            credentials.admin_headers(url)
+    (record,) = caplog.records
+    said = "no key is sent to http://10.1.2.3:8000, which only the list of workers names: add it"
+    assert record.getMessage().startswith(said)
+
+
+def test_nothing_is_withheld_where_there_is_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert of(DISCOVERED).admin_headers("http://10.1.2.3:8000") == {}
+        assert of(DISCOVERED, api_key="env:DATA").admin_headers("http://10.1.2.3:8000") == {}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("url", "grant"), [(SAME, "data"), (OTHER, None)])
@@ -138,7 +214,21 @@ def test_engines_in_this_process_get_the_key() -> None:
     assert credentials.admin_headers("memory://1") == bearer("data")
 
 
-@pytest.mark.parametrize("origin", ["w1:8001", "http://", "http://h:99999", ""])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "w1:8001",
+        "http://",
+        "http://h:99999",
+        "",
+        "*",
+        "http://:*",
+        "http://w*.example:1",
+        "http://a.*.example:1",
+        "http://*.*.example:1",
+        "http://10.1.*:1",
+    ],
+)
 def test_an_allowed_origin_that_is_none_is_a_configuration_error(origin: str) -> None:
     with pytest.raises(ConfigError, match="scheme://host:port"):
         of(allowed_origins=[origin])
@@ -232,7 +322,7 @@ def test_a_key_in_the_clear_to_another_host_gives_one_warning(
 ) -> None:
     credentials = of(admin_api_key="env:ADMIN")
     with caplog.at_level(logging.WARNING):
-        for url in (WORKER, WORKER, "http://w2:8001"):
+        for url in (WORKER, WORKER, "http://w1:8002"):
             credentials.admin_headers(url)
     (record,) = caplog.records
     assert WORKER in record.getMessage()
@@ -261,6 +351,7 @@ def test_a_key_in_the_clear_to_another_host_gives_one_warning(
 def test_no_warning_without_a_key_or_another_host_or_when_accepted(
     url: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    target = "embedded://" if url == "memory://0" else f"vllm://router:8000?workers={url}"
     with caplog.at_level(logging.WARNING):
-        of(**options).admin_headers(url)
+        of(target, **options).admin_headers(url)
     assert not caplog.records

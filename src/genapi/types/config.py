@@ -320,7 +320,10 @@ class FleetConfig(Value):
         api_key: key of the request plane.
         admin_api_key: key of the administration plane; without it `api_key` is used there, but
             only towards an origin that also gets requests.
-        allowed_origins: origins that may get a key over plain HTTP without a warning.
+        allowed_origins: origins that may get `admin_api_key`, over plain HTTP without a warning,
+            besides those on hosts that the target names: where a list of workers names others. In
+            one, `*` may be the port, the host, what is before a name (`https://*.pods.example:*`)
+            or numbers of an IPv4 address (`http://10.1.*.*:*`).
         discovery_url: where workers are listed, when it cannot be derived.
         expect: the topology the fleet has to have.
         max_in_flight: most requests at once from this process; None = no limit.

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -115,8 +116,10 @@ class Gateway:
 
     in_process = True
 
-    def __init__(self, workers: int) -> None:
-        self.cluster = Cluster.from_query({"protocol": "sglang", "workers": str(workers)})
+    def __init__(self, workers: int, **query: str) -> None:
+        wanted = {"protocol": "sglang", "workers": str(workers), **query}
+        self.cluster = Cluster.from_query(wanted)
+        self.keys: dict[str, set[str | None]] = {}
         self.inner = MemoryTransport(self.cluster)
         self.listed = [f"http://w{index}:1" for index in range(workers)]
         self.administered: set[str] = set()
@@ -145,8 +148,10 @@ class Gateway:
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
     ) -> HTTPReply:
+        self.keys.setdefault(base_url, set()).add(headers.get("authorization"))
         url, reply = self._place(base_url, call)
-        return reply or await self.inner.send(url, call, headers=headers)
+        reply = reply or await self.inner.send(url, call, headers=headers)
+        return replace(reply, url=base_url + call.path)
 
     @asynccontextmanager
     async def stream(
@@ -203,6 +208,28 @@ async def test_a_chat_names_the_model_as_the_gateway_does_and_not_as_the_worker(
             sampling=genapi.SamplingParams(max_tokens=4),
         )
         assert len((await fleet.generate(chat)).output.token_ids) == 4
+
+
+KEYS = {"api_key": "data", "admin_api_key": "admin"}
+
+
+async def test_a_worker_that_only_the_list_names_gets_no_key_and_the_error_says_so() -> None:
+    gateway = Gateway(2, **KEYS)
+    wanted = "http://w[01]:1, which only the list of workers names: add it to allowed_origins"
+    async with behind(gateway, **KEYS) as fleet:
+        with pytest.raises(genapi.AuthError, match=wanted):
+            await fleet.wait_ready(timeout_s=5)
+    assert gateway.keys == {GATEWAY: {"Bearer data"}, "http://w0:1": {None}, "http://w1:1": {None}}
+
+
+async def test_a_listed_worker_that_is_allowed_gets_the_keys() -> None:
+    gateway = Gateway(2, **KEYS)
+    async with behind(gateway, allowed_origins=("http://w0:1", "http://w1:*"), **KEYS) as fleet:
+        assert len((await fleet.wait_ready(timeout_s=5)).workers) == 2
+        async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
+            await publisher.adopt(3)
+    for url in gateway.listed:
+        assert gateway.keys[url] == {"Bearer data", "Bearer admin"}
 
 
 async def test_a_worker_that_joins_and_one_that_leaves_are_seen() -> None:
