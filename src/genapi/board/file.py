@@ -50,7 +50,14 @@ _READS = 16
 _RECORD = re.compile(r"(\d{20})\.record")
 _DRAFT = re.compile(r"\.(\d{20})-[0-9a-f]{32}\.draft")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-_NO_RIGHT = {errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR}
+_NOT_HERE = {
+    errno.EACCES,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 _GONE = {errno.ENOENT, errno.ESTALE}
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
@@ -76,8 +83,14 @@ class FileBoard:
             timeout_s: bound on one operation.
 
         Raises:
-            ConfigError: the path is not absolute.
+            ConfigError: it is no path, or not an absolute one.
         """
+        try:
+            is_path = b"\0" not in os.fsencode(path)
+        except (TypeError, UnicodeError):
+            is_path = False
+        if not is_path:
+            raise ConfigError(f"board directory {path!r} is no path that a file system can have")
         self._directory = Path(path)
         self._timeout_s = timeout_s
         # A call that was given up may still be at work: the next one waits for it.
@@ -153,6 +166,12 @@ class FileBoard:
         try:
             names = [entry.name for entry in self._directory.iterdir()]
         except FileNotFoundError:
+            if self._directory.is_symlink() and not self._directory.exists():
+                message = (
+                    f"board {self._directory}: it is a link to '{self._directory.readlink()}', "
+                    "where nothing is; create or mount that directory"
+                )
+                raise ConfigError(message) from None
             if self._directory.parent.is_dir():
                 return 0
             message = (
@@ -166,6 +185,8 @@ class FileBoard:
         path = self._path(generation)
         try:
             data = path.read_bytes()
+        except IsADirectoryError:
+            raise ReplyError(f"{path} is a directory, and no record of a board") from None
         except OSError as error:
             if error.errno in _GONE:
                 return None
@@ -203,9 +224,17 @@ class FileBoard:
         return mine if won else None
 
     def _make_directory(self) -> None:
-        with suppress(FileExistsError):
+        try:
             self._directory.mkdir()
             _sync_directory(self._directory.parent)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            message = (
+                f"board {self._directory}: no directory can be made in {self._directory.parent}; "
+                "put the board elsewhere"
+            )
+            raise ConfigError(message) from None
 
     def _link(self, draft: Path, mine: Token) -> bool:
         failure: OSError | None = None
@@ -267,7 +296,7 @@ class FileBoard:
             raise
         except OSError as error:
             message = f"board {self._directory}: {error.strerror}"
-            if error.errno in _NO_RIGHT:
+            if error.errno in _NOT_HERE:
                 raise ConfigError(message) from error
             raise TransportError(message, phase=phase) from error
 

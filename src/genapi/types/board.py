@@ -132,6 +132,13 @@ def decode_board(data: bytes, *, source: str = "the board") -> BoardState:
         ReplyError: it is no such state, or of a format that this genapi does not know.
     """
     try:
+        return _decode(data, source)
+    except RecursionError:
+        raise ReplyError(f"{source} holds a record that is nested too deeply", body=data) from None
+
+
+def _decode(data: bytes, source: str) -> BoardState:
+    try:
         raw = json.loads(data)
     except ValueError as error:
         raise ReplyError(f"{source} holds no JSON ({error})", body=data) from None
@@ -236,7 +243,7 @@ def parse_board(url: str) -> BoardAddress:
         raise ConfigError(f"board {shown!r} is no URL ({error})") from None
     match parts.scheme:
         case "file":
-            return _file_address(url, host, unquote(parts.path))
+            return _file_address(url, host, parts.path)
         case "redis" | "rediss" as scheme:
             if not host or parts.username is not None or parts.password is not None:
                 raise ConfigError(
@@ -257,9 +264,16 @@ def parse_board(url: str) -> BoardAddress:
             )
 
 
-def _file_address(url: str, host: str, path: str) -> BoardAddress:
-    if host or not path.startswith("/") or "?" in url or "#" in url:
+def _file_address(url: str, host: str, escaped: str) -> BoardAddress:
+    if host or not escaped.startswith("/") or "?" in url or "#" in url:
         raise ConfigError(f"board {url!r} is not file:/DIRECTORY with an absolute path")
+    try:
+        path = unquote(escaped, errors="strict")
+        path.encode()
+    except UnicodeError as error:
+        raise ConfigError(f"board {url!r} names no path: {error}") from None
+    if "\0" in path:
+        raise ConfigError(f"board {url!r} names no path: there is a NUL in it")
     return BoardAddress(scheme="file", path=path)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -234,6 +235,8 @@ async def writing_end(pipe: Path) -> int:
         (b"genapi-board 2 abc def\n[]", "does not hold a board's record"),
         (b'genapi-board 2 abc def\n{"format":2}', "has format 2"),
         (b'genapi-board 2 abc def\n{"format":1}', "has no 'run'"),
+        (b"genapi-board 2 abc def\n" + b"[" * 100_000, "nested too deeply"),
+        (b'genapi-board 2 abc def\n{"format":' + b'{"a":' * 100_000, "nested too deeply"),
     ],
 )
 async def test_a_record_that_cannot_be_read_is_an_error_that_names_its_file(
@@ -283,10 +286,18 @@ async def test_a_directory_that_cannot_be_a_board_is_a_mistake_in_the_configurat
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
+    link, loop = tmp_path / "link", tmp_path / "loop"
+    link.symlink_to("nowhere")
+    loop.symlink_to("loop")
     for place, said in (
         (tmp_path / "not-mounted" / "board", "create or mount it"),
         (tmp_path / "file", "Not a directory"),
         (tmp_path / "file" / "board", "create or mount it|Not a directory"),
+        (link, r"it is a link to 'nowhere', where nothing is; create or mount"),
+        (link / "board", "create or mount it"),
+        (loop, "symbolic links"),
+        (loop / "board", "symbolic links"),
+        (tmp_path / ("x" * 300), "File name too long"),
     ):
         board = FileBoard(place)
         with pytest.raises(ConfigError, match=said):
@@ -295,3 +306,31 @@ async def test_a_directory_that_cannot_be_a_board_is_a_mistake_in_the_configurat
             await board.compare_and_set(Token(0, ""), BoardState(epoch=1, holder="t"))
     with pytest.raises(ConfigError, match="not absolute"):
         FileBoard("board")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+async def test_a_place_where_no_directory_can_be_made_is_a_mistake_in_the_configuration() -> None:
+    board = FileBoard("/proc/self/genapi-board")
+    assert (await board.read()).state is None
+    with pytest.raises(ConfigError, match="no directory can be made in /proc/self"):
+        await take_epoch(board, "t")
+
+
+async def test_a_link_to_a_directory_is_a_board_like_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    await write(tmp_path / "link", 1)
+    assert (await FileBoard(tmp_path / "there").read()).token.generation == 1
+
+
+@pytest.mark.parametrize("path", ["/a\0b", "/a\ud800b", None, 5])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match="is no path"):
+        FileBoard(path)
+
+
+async def test_a_directory_in_a_records_place_is_no_record(place: Path) -> None:
+    await write(place, 1)
+    (place / f"{2:020}.record").mkdir()
+    with pytest.raises(ReplyError, match="is a directory, and no record"):
+        await FileBoard(place).read()
