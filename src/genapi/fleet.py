@@ -43,6 +43,7 @@ from genapi.routing import Routing
 from genapi.transports.base import Plane, Transport
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.memory import MemoryTransport
+from genapi.types.arguments import seconds, with_methods
 from genapi.types.config import (
     FleetConfig,
     Key,
@@ -64,6 +65,8 @@ __all__ = ("Fleet", "connect")
 
 T = TypeVar("T")
 
+_BOARD = ("read", "compare_and_set", "aclose")
+_CARRIER = ("send", "stream")
 _POLL_S = (0.1, 2.0)
 _ADMIN_CONNECT_S = 10.0
 """Shorter than a phase of a publication, so that what never connected is known as not sent."""
@@ -123,6 +126,10 @@ def connect(
     """
     named = {"model": model, "run": run, "board": board if isinstance(board, str) else None}
     given = {k: v for k, v in named.items() if v is not None} | options
+    if not isinstance(target, str | FleetConfig):
+        raise ConfigError(
+            f"target={target!r}: pass text such as 'vllm://127.0.0.1:8000', or a FleetConfig"
+        )
     if isinstance(target, FleetConfig):
         config = FleetConfig.model_validate({**dict(target), **given}) if given else target
     else:
@@ -147,6 +154,11 @@ class Fleet:
         board: Board | None = None,
         observe: Observe = ignore,
     ) -> None:
+        if board is not None:
+            with_methods("board", board, _BOARD, remedy="pass a URL, an open board, or None")
+        if transport is not None:
+            with_methods("transport", transport, _CARRIER, remedy="pass a transport, or None")
+        with_methods("observe", observe, ["__call__"], remedy="pass a function that takes an event")
         self.config = config
         self.observe = guarded(observe)
         self.board: Board | None = (
@@ -375,8 +387,7 @@ class Fleet:
             ConfigError: something else than the provider's engine answers.
         """
         self._requests()
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}: pass seconds, more than 0")
+        timeout_s = seconds("timeout_s", timeout_s)
         failures: dict[str, GenAPIError] = {}
         missing = ""
         wait = _POLL_S[0]
@@ -431,7 +442,7 @@ class Fleet:
             IncompleteError: the server could not read what it generated; `partial` has the tokens.
             FleetError: no worker may get traffic.
         """
-        return await self._requests().generate(request)
+        return await self._requests().generate(_request(request))
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[GenerateEvent]]:
@@ -442,7 +453,7 @@ class Fleet:
         A stream whose tokens turn out not to meet `min_version` or `exact_version` ends in
         `StalePolicyError`: what was handed out already cannot be made again.
         """
-        async with self._requests().stream(request) as events:
+        async with self._requests().stream(_request(request)) as events:
             yield events
 
     async def abort(self, request_id: str) -> int:
@@ -450,6 +461,8 @@ class Fleet:
 
         They return what they have, with `FinishReason.ABORT`.
         """
+        if not isinstance(request_id, str):
+            raise ConfigError(f"request_id={request_id!r}: pass the label of a request, as text")
         return await self._requests().abort(request_id)
 
     async def snapshot(self) -> FleetSnapshot:
@@ -778,6 +791,16 @@ def _exchange(
         who = "somebody who is not named" if response.worker is None else response.worker
         raise ReplyError(f"{who} answered in place of {pin.worker}", url=reply.url)
     return response
+
+
+def _request(request: object) -> GenerateRequest:
+    """A request, which a message never shows: it may be a prompt."""
+    if not isinstance(request, GenerateRequest):
+        raise ConfigError(
+            f"the request is a {type(request).__name__}: pass a genapi.GenerateRequest(prompt=..., "
+            "sampling=SamplingParams(max_tokens=...))"
+        )
+    return request
 
 
 def _is_named(worker: WorkerId, name: WorkerId) -> bool:

@@ -27,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from random import SystemRandom
 from types import TracebackType
-from typing import Literal, NoReturn, Unpack
+from typing import Literal, NoReturn, Unpack, get_args
 from urllib.parse import urlsplit
 
 import anyio
@@ -41,6 +41,7 @@ from genapi.providers import registry
 from genapi.transports.base import Plane
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.process import Program
+from genapi.types.arguments import one_of, seconds, with_methods
 from genapi.types.config import Key
 from genapi.types.ids import WorkerId
 from genapi.types.launch import Component, Deployment, Launchable, Need, Place, PortWish
@@ -49,6 +50,8 @@ from genapi.wire.http import HTTPCall
 __all__ = ("Launcher", "launch")
 
 _log = logging.getLogger(__name__)
+
+OnExit = Literal["stop", "leave"]
 
 _INHERITED = (
     "HOME", "HOSTNAME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL",
@@ -77,7 +80,7 @@ def launch(
     folder: str | os.PathLike[str] | None = None,
     start_timeout_s: float = 1800.0,
     stop_timeout_s: float = 15.0,
-    on_exit: Literal["stop", "leave"] = "stop",
+    on_exit: OnExit = "stop",
     run: str | None = None,
     board: str | Board | None = None,
     observe: Observe = ignore,
@@ -103,7 +106,7 @@ def launch(
     what `connect` raises or `ConfigError` for a key that is not set before anything is started.
 
     Raises:
-        ConfigError: a bound is not above 0.
+        ConfigError: an argument cannot be taken; the message names it and what to pass.
     """
     return Launcher(
         config,
@@ -131,16 +134,18 @@ class Launcher:
         folder: str | os.PathLike[str] | None,
         start_timeout_s: float,
         stop_timeout_s: float,
-        on_exit: Literal["stop", "leave"],
+        on_exit: OnExit,
         connect_to: Callable[[Deployment], Fleet],
         observe: Observe,
     ) -> None:
-        for name, value in (
-            ("start_timeout_s", start_timeout_s),
-            ("stop_timeout_s", stop_timeout_s),
-        ):
-            if not value > 0:
-                raise ConfigError(f"{name}={value!r}: pass seconds, more than 0")
+        start_timeout_s = seconds("start_timeout_s", start_timeout_s)
+        stop_timeout_s = seconds("stop_timeout_s", stop_timeout_s)
+        one_of("on_exit", on_exit, get_args(OnExit))
+        if not isinstance(folder, str | os.PathLike | None):
+            raise ConfigError(f"folder={folder!r}: pass the path of a directory, or None")
+        with_methods("observe", observe, ["__call__"], remedy="pass a function that takes an event")
+        remedy = "pass genapi.providers.vllm.Launch(...), or another that can be launched"
+        with_methods("config", config, ["located", "plan"], remedy=remedy)
         self._config = config.located(_absolute)
         self._root = None if folder is None else Path(folder).absolute()
         self._start_timeout_s = start_timeout_s

@@ -11,8 +11,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from genapi.types.arguments import Index
 from genapi.types.base import BoolMask, Value
-from genapi.types.policy import PolicyTrace, PolicyVersion, TraceSource, version_lag
+from genapi.types.policy import (
+    PolicyTrace,
+    PolicyVersion,
+    TraceSource,
+    version_given,
+    version_lag,
+)
 from genapi.types.response import GenerateOutput, GenerateResponse
 
 __all__ = ("DropReason", "OffPolicyWindow", "Verdict")
@@ -60,7 +67,7 @@ class OffPolicyWindow(Value):
             of the oldest token kept.
     """
 
-    max_lag: Annotated[int, Field(ge=0, strict=True)]
+    max_lag: Annotated[int, Field(ge=0, strict=True), Index]
     on_stale: Literal["drop", "mask", "keep", "withhold"] = "drop"
     require_pure: bool = False
     basis: Literal["oldest", "start", "per_token"] = "oldest"
@@ -78,7 +85,9 @@ class OffPolicyWindow(Value):
 
         Raises:
             ValueError: the reply has more than one output.
+            ConfigError: the version is neither a step nor a version.
         """
+        consumer_version = version_given("consumer_version", consumer_version)
         output = sample.output if isinstance(sample, GenerateResponse) else sample
         trace = output if isinstance(output, PolicyTrace) else output.policy
         tokens = len(trace)

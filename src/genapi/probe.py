@@ -14,6 +14,7 @@ import numpy as np
 from genapi.errors import ConfigError, ProviderError, ReplyError
 from genapi.fleet import Fleet
 from genapi.providers.base import WorkerFacts
+from genapi.types.arguments import nats
 from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.request import GenerateRequest, SamplingParams
 
@@ -46,9 +47,7 @@ class Probe:
         if len(self.ids) < 2:  # noqa: PLR2004 - one to start from and one to score
             raise ConfigError("probe_ids: pass at least two token ids")
         for name in ("tolerance", "max_gap"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"probe_{name}={value!r}: pass nats, 0 or more")
+            setattr(self, name, nats(f"probe_{name}", getattr(self, name)))
 
     def trainer_scores(self, logprobs: Any) -> tuple[float, ...]:
         """The trainer's own numbers as the workers' are: without the first, which has none.

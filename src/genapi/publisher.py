@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import anyio
 
@@ -42,6 +42,7 @@ from genapi.publication.ranks import Ranked, RankPlan, plan_groups
 from genapi.publication.transaction import Progress, Transaction
 from genapi.publication.verification import Checks, levels_of
 from genapi.receipts import receipt_of
+from genapi.types.arguments import flag, one_of, whole, with_methods
 from genapi.types.board import BoardState
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import TokenIds, WorkerId
@@ -49,6 +50,7 @@ from genapi.types.policy import (
     ContextRule,
     PolicyVersion,
     parse_updating_label,
+    version_given,
 )
 from genapi.types.worker import (
     Fence,
@@ -71,6 +73,8 @@ from genapi.weights.base import (
 __all__ = ("WeightPublisher",)
 
 _log = logging.getLogger(__name__)
+
+OnPartial = Literal["hold", "serve"]
 
 _LATER: Mapping[str, Any] = {
     "at_most": None,
@@ -101,7 +105,7 @@ class WeightPublisher:
         probe_tolerance: float = 1e-3,
         probe_max_gap: float = 0.1,
         timeouts: PublishTimeouts | None = None,
-        on_partial: Literal["hold", "serve"] = "hold",
+        on_partial: OnPartial = "hold",
         min_workers: int | None = None,
         max_workers_per_group: int | None = None,
         restarter: Restarter | None = None,
@@ -139,21 +143,30 @@ class WeightPublisher:
                 after a publication that ended so, which is then tried again.
 
         Raises:
-            ConfigError: the cache decisions do not fit the mode, an unknown level, or probe ids
-                that cannot be scored, or a number below 1.
+            ConfigError: an argument cannot be taken: the message names it, its value and what to
+                pass; or the cache decisions do not fit the mode.
         """
-        if max_workers_per_group is not None and max_workers_per_group < 1:
-            raise ConfigError(
-                f"max_workers_per_group={max_workers_per_group!r}: pass at least 1, or None"
+        if not isinstance(fleet, Fleet):
+            raise ConfigError(f"fleet={fleet!r}: pass what genapi.connect() returns, open")
+        if not isinstance(timeouts, PublishTimeouts | None):
+            raise ConfigError(f"timeouts={timeouts!r}: pass a genapi.PublishTimeouts, or None")
+        if restarter is not None:
+            with_methods("restarter", restarter, ["__call__"], remedy="pass a function, or None")
+        max_workers_per_group, min_workers = (
+            None if value is None else whole(name, value, least=1, more=", or None")
+            for name, value in (
+                ("max_workers_per_group", max_workers_per_group),
+                ("min_workers", min_workers),
             )
-        too_few = min_workers is not None and min_workers < 1
-        if (on_partial == "serve") != (min_workers is not None) or too_few:
+        )
+        one_of("on_partial", on_partial, get_args(OnPartial))
+        if (on_partial == "serve") != (min_workers is not None):
             raise ConfigError(
                 f"on_partial={on_partial!r} with min_workers={min_workers!r}: 'serve' needs "
                 "min_workers of at least 1, and 'hold' takes none"
             )
         self._levels = levels_of(verify)
-        ids = PROBE_IDS if probe_ids is None else TokenIds(probe_ids)
+        ids = PROBE_IDS if probe_ids is None else _probe_ids(probe_ids)
         self._probe = Probe(ids, tolerance=probe_tolerance, max_gap=probe_max_gap)
         self._fleet = fleet
         self._given = self._transport = _checked(transport)
@@ -271,6 +284,7 @@ class WeightPublisher:
             FleetError: a worker cannot be read, or carries another version.
             PublishError: a label could not be set or read back.
         """
+        step = version_given("step", step)
         async with self._fleet.publishing:
             self.last_report = None
             await self._take_lease()
@@ -339,11 +353,13 @@ class WeightPublisher:
             PublishError: not every worker committed; `.report` has a receipt for each.
         """
         _only_now(at_most=at_most, latest_only=latest_only)
+        step = version_given("step", step)
         check_source(source)
+        flag("manifest_changed", manifest_changed)
         plan = PausePlan(
-            mode or self._plan.mode,
-            in_flight_kv or self._plan.in_flight_kv,
-            prefix_cache or self._plan.prefix_cache,
+            self._plan.mode if mode is None else mode,
+            self._plan.in_flight_kv if in_flight_kv is None else in_flight_kv,
+            self._plan.prefix_cache if prefix_cache is None else prefix_cache,
         )
         checks = self._checks(probe_logprobs)
         async with self._fleet.publishing:
@@ -673,12 +689,19 @@ class WeightPublisher:
 
 
 def _checked(transport: WeightTransport) -> GroupTransport | WeightStore:
-    if isinstance(transport, GroupTransport | WeightStore):
+    if isinstance(transport, GroupTransport | WeightStore) and not isinstance(transport, type):
         return transport
     raise ConfigError(
-        f"{type(transport).__name__} is no weight transport: pass genapi.weights.Gloo(), "
+        f"transport={transport!r} is no weight transport: pass genapi.weights.Gloo(), "
         "Memory() or Filesystem(dir)"
     )
+
+
+def _probe_ids(ids: Sequence[int]) -> TokenIds:
+    try:
+        return TokenIds(ids)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"probe_ids={ids!r}: {error}") from None
 
 
 def _may_lack(member: Member, number: int, run: str) -> bool:

@@ -565,7 +565,7 @@ async def test_a_file_that_cannot_be_read_takes_sglang_down(tmp_path: pathlib.Pa
 
 async def test_what_is_no_weight_transport_is_refused() -> None:
     async with rig("vllm", 1) as r:
-        with pytest.raises(genapi.ConfigError, match=r"str is no weight transport: .*Filesystem"):
+        with pytest.raises(genapi.ConfigError, match=r"is no weight transport: .*Filesystem"):
             WeightPublisher(r.fleet, transport="/weights")  # type: ignore[arg-type]
 
 

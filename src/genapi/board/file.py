@@ -35,6 +35,7 @@ from anyio import to_thread
 
 from genapi.board.base import NOTHING, Reading, Token
 from genapi.errors import ConfigError, Phase, ReplyError, TransportError
+from genapi.types.arguments import seconds
 from genapi.types.board import BoardState, decode_board, encode_board
 
 __all__ = ("FileBoard",)
@@ -83,7 +84,7 @@ class FileBoard:
             timeout_s: bound on one operation.
 
         Raises:
-            ConfigError: it is no path, or not an absolute one.
+            ConfigError: it is no path, or not an absolute one, or the bound is none.
         """
         try:
             is_path = b"\0" not in os.fsencode(path)
@@ -92,7 +93,7 @@ class FileBoard:
         if not is_path:
             raise ConfigError(f"board directory {path!r} is no path that a file system can have")
         self._directory = Path(path)
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds("timeout_s", timeout_s)
         # A call that was given up may still be at work: the next one waits for it.
         self._one = threading.Lock()
         if not self._directory.is_absolute():

@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from genapi.board.base import NOTHING, Reading, Token
 from genapi.credentials import resolve
 from genapi.errors import ConfigError, ReplyError, TransportError
+from genapi.types.arguments import seconds
 from genapi.types.board import BoardState, decode_board, encode_board, parse_board
 from genapi.types.config import Key
 
@@ -69,12 +70,12 @@ class RedisBoard:
             timeout_s: bound on one operation, second tries included.
 
         Raises:
-            ConfigError: the URL is not a Redis board's.
+            ConfigError: the URL is not a Redis board's, or the bound is none.
         """
         self._address = parse_board(url)
         if self._address.scheme == "file":
             raise ConfigError(f"board {url!r} is not redis://HOST:PORT/DB")
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds("timeout_s", timeout_s)
         self._redis: Redis | None = None
 
     def __repr__(self) -> str:

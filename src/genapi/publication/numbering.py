@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from genapi.errors import ConfigError, FleetError
-from genapi.types.policy import PolicyVersion
+from genapi.types.policy import PolicyVersion, version_given
 
 __all__ = ("run_of", "step_number", "version_to_adopt", "version_to_publish")
 
@@ -14,11 +14,8 @@ def step_number(step: int | PolicyVersion) -> int:
     Raises:
         ConfigError: it is neither a step nor a version.
     """
-    if isinstance(step, PolicyVersion):
-        return step.step
-    if type(step) is not int or step < 0:
-        raise ConfigError(f"step {step!r}: pass a whole number from 0, or a PolicyVersion")
-    return step
+    version = version_given("step", step)
+    return version.step if isinstance(version, PolicyVersion) else version
 
 
 def run_of(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from genapi.errors import ConfigError
+from genapi.types.arguments import one_of
 
 __all__ = ("InFlightKV", "PauseMode", "PausePlan", "PrefixCache")
 
@@ -37,9 +38,7 @@ class PausePlan:
             ("in_flight_kv", InFlightKV),
             ("prefix_cache", PrefixCache),
         ):
-            value, known = getattr(self, name), get_args(kind)
-            if value not in known:
-                raise ConfigError(f"{name}={value!r}: choose one of {', '.join(known)}")
+            one_of(name, getattr(self, name), get_args(kind))
         if self.in_flight_kv == "stale" and self.mode != "keep":
             message = (
                 f"in_flight_kv='stale' needs mode='keep'; mode={self.mode!r} leaves no request "

@@ -6,7 +6,7 @@ comparison with nobody proves nothing, and is not counted as one.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
@@ -71,6 +71,8 @@ def levels_of(verify: Sequence[str]) -> tuple[VerifyLevel, ...]:
         ConfigError: one is not known.
     """
     known: tuple[VerifyLevel, ...] = get_args(VerifyLevel)
+    if not isinstance(verify, Iterable):
+        raise ConfigError(f"verify={verify!r}: pass some of {', '.join(known)}, as ('label',)")
     asked = (verify,) if isinstance(verify, str) else tuple(verify)
     strangers = [level for level in asked if level not in known]
     if strangers:

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import tomli_w
-from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic import Field, GetCoreSchemaHandler, StrictBool, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from genapi.errors import ConfigError
+from genapi.types.arguments import Index, Seconds
 from genapi.types.base import Value
 from genapi.types.board import parse_board
 from genapi.types.ids import Role
@@ -30,7 +31,6 @@ __all__ = (
     "parse_target",
 )
 
-Seconds = Annotated[float, Field(gt=0)]
 _REFERENCES = ("env:", "file:")
 _QUERY = {"workers", "discovery"}  # discovery: a port, host:port or URL of the list of workers
 _MAX_PORT = 65535
@@ -115,9 +115,9 @@ class Topology(Value):
         world_size: how many ranks all workers have together.
     """
 
-    workers: Annotated[int, Field(ge=1)] | None = None
-    roles: Mapping[Role, int] | None = None
-    world_size: Annotated[int, Field(ge=1)] | None = None
+    workers: Annotated[int, Field(ge=1, strict=True), Index] | None = None
+    roles: Mapping[Role, Annotated[int, Field(ge=0, strict=True), Index]] | None = None
+    world_size: Annotated[int, Field(ge=1, strict=True), Index] | None = None
 
 
 class RetryPolicy(Value):
@@ -133,12 +133,12 @@ class RetryPolicy(Value):
             the old one was aborted).
     """
 
-    max_attempts: Annotated[int, Field(ge=1)] = 3
+    max_attempts: Annotated[int, Field(ge=1, strict=True), Index] = 3
     backoff_s: Seconds = 0.5
     max_backoff_s: Seconds = 8.0
-    jitter: Annotated[float, Field(ge=0, le=1)] = 0.25
-    max_retry_after_s: Annotated[float, Field(ge=0)] = 120.0
-    retry_lost_replies: bool = True
+    jitter: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.25
+    max_retry_after_s: Annotated[float, Field(ge=0, strict=True)] = 120.0
+    retry_lost_replies: StrictBool = True
 
 
 class PublishTimeouts(Value):
@@ -344,13 +344,13 @@ class FleetConfig(Value):
     allowed_origins: tuple[str, ...] = ()
     discovery_url: str | None = None
     expect: Topology | None = None
-    max_in_flight: Annotated[int, Field(ge=1)] | None = None
+    max_in_flight: Annotated[int, Field(ge=1, strict=True), Index] | None = None
     connect_timeout_s: Seconds = 30.0
     idle_timeout_s: Seconds | None = None
     admin_timeout_s: Seconds = 30.0
     refresh_s: Seconds = 5.0
     retry: RetryPolicy = RetryPolicy()
-    strict: bool = False
+    strict: StrictBool = False
 
     @model_validator(mode="after")
     def _readable(self) -> Self:

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, Field, model_validator
 
+from genapi.errors import ConfigError
+from genapi.types.arguments import Index, whole
 from genapi.types.base import Value
 
 __all__ = (
@@ -48,8 +50,8 @@ class PolicyVersion(Value):
     """
 
     run: RunName
-    step: Annotated[int, Field(ge=0, lt=_MOST_STEPS, strict=True)]
-    attempt: Annotated[int, Field(ge=1, lt=_MOST_STEPS, strict=True)] = 1
+    step: Annotated[int, Field(ge=0, lt=_MOST_STEPS, strict=True), Index]
+    attempt: Annotated[int, Field(ge=1, lt=_MOST_STEPS, strict=True), Index] = 1
 
     @property
     def label(self) -> str:
@@ -82,6 +84,20 @@ class PolicyVersion(Value):
     def __ge__(self, other: object) -> bool:
         step = self._step_of(other)
         return NotImplemented if step is None else self.step >= step
+
+
+def version_given(name: str, version: object) -> int | PolicyVersion:
+    """A version as users pass it: a step as an int, or a `PolicyVersion`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(version, PolicyVersion):
+        return version
+    step = whole(name, version, least=0, more=", or a PolicyVersion")
+    if step >= _MOST_STEPS:
+        raise ConfigError(f"{name}={version!r}: pass a step below 10**18")
+    return step
 
 
 def parse_label(label: object, *, run: str | None = None) -> PolicyVersion | None:
@@ -275,7 +291,11 @@ class PolicyTrace(Value):
         Args:
             consumer_version: the version whose gradient is computed. An int is a step of the
                 trace's own run; a `PolicyVersion` of another run gives None.
+
+        Raises:
+            ConfigError: it is neither a step nor a version.
         """
+        consumer_version = version_given("consumer_version", consumer_version)
         if self.source == TraceSource.FROZEN:
             return 0
         return version_lag(self.oldest, consumer_version)

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from genapi.types.arguments import Index, Seconds
 from genapi.types.base import FrozenDict, Value
 from genapi.types.ids import IdSequence, TokenIds
 from genapi.types.policy import PolicyVersion
@@ -164,9 +165,9 @@ class GenerateRequest(Value):
     priority: Annotated[int, Field(strict=True)] = 0
     lora: Annotated[str, Field(min_length=1)] | None = None
     tag: Any = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
-    min_version: Annotated[int, Field(ge=0, strict=True)] | PolicyVersion | None = None
-    exact_version: Annotated[int, Field(ge=0, strict=True)] | PolicyVersion | None = None
+    timeout_s: Seconds | None = None
+    min_version: Annotated[int, Field(ge=0, strict=True), Index] | PolicyVersion | None = None
+    exact_version: Annotated[int, Field(ge=0, strict=True), Index] | PolicyVersion | None = None
     options: Annotated[SerializeAsAny[BaseModel], BeforeValidator(_options)] | None = None
 
     @model_validator(mode="after")

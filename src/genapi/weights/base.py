@@ -15,6 +15,7 @@ from pydantic import Field
 
 from genapi.errors import ConfigError
 from genapi.publication.receivers import Receivers
+from genapi.types.arguments import whole
 from genapi.types.base import Value
 from genapi.types.policy import PolicyVersion
 from genapi.weights._tensors import element_bytes
@@ -309,14 +310,18 @@ class WeightStore(WeightTransport, Protocol):
 def check_limits(transport: WeightTransport) -> None:
     """Raise `ConfigError` for limits under which nothing could be sent."""
     for name, least in (("bucket_bytes", 1), ("bucket_tensors", 1), ("stage_bytes", 0)):
-        value = getattr(transport, name)
-        if type(value) is not int or value < least:
-            raise ConfigError(f"{name}={value!r}: pass a whole number of at least {least}")
+        check_whole(transport, name, least=least)
+
+
+def check_whole(transport: object, name: str, *, least: int) -> None:
+    """Hold a limit as an int; raise `ConfigError` for what is none."""
+    # Transports are frozen, and built just now.
+    object.__setattr__(transport, name, whole(name, getattr(transport, name), least=least))
 
 
 def check_source(source: object) -> None:
     """Raise `ConfigError` for what is no weight source, with the way to make one."""
-    if not isinstance(source, WeightSource):
+    if isinstance(source, type) or not isinstance(source, WeightSource):
         raise ConfigError(
             f"{type(source).__name__} is no weight source: wrap tensors with "
             "genapi.weights.from_tensors(mapping), or give it manifest() and __iter__()"

@@ -23,7 +23,7 @@ from genapi.weights._disk import Disk, PosixDisk
 from genapi.weights._layout import check_storable
 from genapi.weights._threads import run_in_thread
 from genapi.weights._versions import Draft, Versions, name_of
-from genapi.weights.base import Bucket, TensorMeta, check_limits
+from genapi.weights.base import Bucket, TensorMeta, check_limits, check_whole
 
 __all__ = ("Filesystem",)
 
@@ -88,12 +88,16 @@ class Filesystem:
     def __post_init__(self) -> None:
         check_limits(self)
         for name in ("keep", "shard_bytes"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value!r}: pass a whole number of at least 1")
-        for name in ("dir", "worker_dir"):
+            check_whole(self, name, least=1)
+        for name in ("dir", "worker_dir", "base"):
             path = getattr(self, name)
-            if path is not None and not PurePosixPath(fspath(path)).is_absolute():
+            if not isinstance(path, str | PathLike) and (path is not None or name == "dir"):
+                raise ConfigError(f"{name}={path!r}: pass the path of a directory")
+            if (
+                name != "base"
+                and path is not None
+                and not PurePosixPath(fspath(path)).is_absolute()
+            ):
                 raise ConfigError(
                     f"{name}={fspath(path)!r} is not absolute; workers would look for it elsewhere"
                 )

@@ -15,6 +15,7 @@ import anyio
 
 from genapi.errors import ConfigError, TransportError
 from genapi.publication.receivers import Receivers
+from genapi.types.arguments import seconds
 from genapi.weights._tensors import element_bytes, is_torch, raw_bytes
 from genapi.weights._threads import run_in_thread, start_thread
 from genapi.weights.base import Bucket, TensorMeta, WireBucket, check_limits, check_world_size
@@ -70,8 +71,8 @@ class Gloo:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}: pass seconds, more than 0, or None")
+        if self.timeout_s is not None:
+            seconds("timeout_s", self.timeout_s, more=", or None")
         if find_spec("torch") is None:
             raise ConfigError(
                 "publishing over gloo needs torch: install genapi with its extra 'torch'"

@@ -36,7 +36,7 @@ def test_a_step_is_a_whole_number_or_that_of_a_version(
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None])
 def test_what_is_no_step_is_named(step: object) -> None:
     with pytest.raises(
-        ConfigError, match=r"step .*: pass a whole number from 0, or a PolicyVersion"
+        ConfigError, match=r"step=.*: pass a whole number of at least 0, or a PolicyVersion"
     ):
         step_number(step)  # type: ignore[arg-type]
 
