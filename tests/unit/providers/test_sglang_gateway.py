@@ -17,6 +17,7 @@ from genapi.providers.sglang.provider import SGLang
 from genapi.transports.base import StreamReply
 from genapi.transports.memory import MemoryTransport
 from genapi.wire.http import HTTPCall, HTTPReply
+from tests.contract.embedded import weights
 from tests.support.sglang_wire import recorded
 from tests.support.transcripts import play
 
@@ -208,6 +209,29 @@ async def test_a_chat_names_the_model_as_the_gateway_does_and_not_as_the_worker(
             sampling=genapi.SamplingParams(max_tokens=4),
         )
         assert len((await fleet.generate(chat)).output.token_ids) == 4
+
+
+async def test_a_worker_that_is_restarted_at_another_address_is_found_by_the_list_alone() -> None:
+    gateway = Gateway(3)
+    before, after = gateway.listed[:2], [gateway.listed[0], gateway.listed[2]]
+    gateway.listed = before
+    restarted: list[str] = []
+
+    async def restart(_worker: object, url: str) -> None:
+        restarted.append(url)
+        gateway.listed = after
+
+    async with behind(gateway) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        async with genapi.WeightPublisher(
+            fleet, transport=genapi.weights.Memory(), restarter=restart
+        ) as publisher:
+            await publisher.adopt(0)
+            gateway.cluster.workers[1].kill()
+            with anyio.fail_after(20):
+                report = await publisher.publish(1, genapi.weights.from_tensors(weights(1)))
+    assert restarted == before[1:]
+    assert [receipt.url for receipt in report.receipts] == after
 
 
 KEYS = {"api_key": "data", "admin_api_key": "admin"}
