@@ -28,6 +28,7 @@ from genapi.weights import Filesystem
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment
 from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Meddled
+from tests.engines.kit.rows import assert_reached
 from tests.engines.test_filesystem import SHARD, cases_of, fails_and_comes_back, ruins_of
 from tests.engines.test_rows import (
     ANY,
@@ -383,14 +384,10 @@ ELSEWHERE = {
 def test_every_row_that_was_run_is_reached_on_a_real_dynamo() -> None:
     ways = [*WAYS.values(), REJECTED, NOT_HEALED, NOT_FINISHED, NOT_CLOSED]
     reached = {way.row for way in ways} | set(ELSEWHERE)
-    for row in ROWS:
-        places = {Seen(row.op, row.observed, at) for at in row.reached}
-        assert row.source.startswith("RUN") == bool(places & reached), row
+    assert_reached(ROWS, reached)
 
 
 def test_every_row_of_files_that_was_run_is_reached_on_a_real_dynamo() -> None:
     ways = [*(case.way for case in CASES.values()), *RUINS.values(), REJECTED, NOT_HEALED, REFUSED]
     reached = {way.row for way in ways} | {Seen(Op.PROBE, Observed.DONE, Reached.HELD)}
-    for row in dynamo_files.ROWS:
-        places = {Seen(row.op, row.observed, at) for at in row.reached}
-        assert row.source.startswith("RUN") == bool(places & reached), row
+    assert_reached(dynamo_files.ROWS, reached)

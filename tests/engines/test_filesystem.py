@@ -36,6 +36,7 @@ from tests.engines import test_rows, test_sglang
 from tests.engines.conftest import environment
 from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Meddled
+from tests.engines.kit.rows import assert_reached
 from tests.engines.kit.server import VLLM, Engine, Server, serving
 from tests.engines.kit.sglang.engine import SGLANG
 from tests.engines.test_rows import ANY, BAD, FUSED, Publication, Way, leads_back, publishing
@@ -514,6 +515,4 @@ def test_every_row_of_files_that_was_run_is_reached_on_a_real_engine(
 ) -> None:
     ways = [*(case.way for case in cases(name).values()), *ruins(name).values()]
     reached = {way.row for way in ways} | REACHED[name] | ELSEWHERE
-    for row in rows:
-        places = {Seen(row.op, row.observed, at) for at in row.reached}
-        assert row.source.startswith("RUN") == bool(places & reached), row
+    assert_reached(rows, reached)

@@ -32,6 +32,7 @@ from genapi.types.worker import Evidence, FenceStrength, PublishReport, Receipt,
 from tests.engines import test_verification
 from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Breaking, Meddled, Meddling
+from tests.engines.kit.rows import assert_reached
 from tests.engines.test_vllm import LIMITS, PROMPT, request, target, weights
 
 if TYPE_CHECKING:
@@ -462,6 +463,4 @@ ELSEWHERE = {
 def test_every_row_that_was_run_is_reached_on_a_real_engine() -> None:
     ways = [*WAYS.values(), *RUINS.values(), REJECTED, NOT_HEALED, NOT_FINISHED, NOT_CLOSED]
     reached = {way.row for way in ways} | set(ELSEWHERE)
-    for row in ROWS:
-        places = {Seen(row.op, row.observed, at) for at in row.reached}
-        assert row.source.startswith("RUN") == bool(places & reached), row
+    assert_reached(ROWS, reached)

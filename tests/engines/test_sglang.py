@@ -32,6 +32,7 @@ from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
 from genapi.weights._gloo_group import GlooGroup, pack
 from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import Meddled, Meddling
+from tests.engines.kit.rows import assert_reached
 from tests.engines.test_rows import ANY, Way, leads_back, publishing
 from tests.engines.test_vllm import (
     LIMITS,
@@ -610,6 +611,4 @@ ELSEWHERE = {
 
 def test_every_row_that_was_run_is_reached_on_a_real_sglang() -> None:
     reached = {way.row for way in [*WAYS.values(), *RUINS.values()]} | set(ELSEWHERE)
-    for row in ROWS:
-        places = {Seen(row.op, row.observed, at) for at in row.reached}
-        assert row.source.startswith("RUN") == bool(places & reached), row
+    assert_reached(ROWS, reached)

@@ -1,4 +1,4 @@
-"""What observations prove whatever the engine does: rows that every provider's table begins with.
+"""What observations prove whatever the engine does: rows that a provider's table begins with.
 
 The rule of this file: a row here follows from how publications work. What an engine has to be
 asked for is a row of its provider.
@@ -7,7 +7,7 @@ asked for is a row of its provider.
 from genapi.publication.evidence import Observed, Op, Reached, Row, row
 from genapi.types.worker import Evidence, Outcome, Recovery
 
-__all__ = ("RULES",)
+__all__ = ("FILE_RULES", "LABEL_RULES", "RULES")
 
 _BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
 _SENT, _HELD = Reached.SENT, Reached.HELD
@@ -15,6 +15,7 @@ _OPEN = (_EMPTY, _SENT)
 _UNTOUCHED, _UNKNOWN = Outcome.UNTOUCHED, Outcome.UNKNOWN
 _REPUBLISH = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
+_RESTART = Recovery.RESTART_THEN_PUBLISH
 
 RULES: tuple[Row, ...] = (
     row(
@@ -99,6 +100,52 @@ RULES: tuple[Row, ...] = (
         "RULE: the session is open still",
     ),
     row(
+        Op.FINISH,
+        Observed.REFUSED,
+        _SENT,
+        Outcome.DIRTY,
+        Evidence.REJECTED,
+        _CLOSE,
+        "RULE: a refusal changes nothing: what it was sent is in, the session open still",
+    ),
+    row(
+        Op.READ,
+        Observed.OTHER_LABEL,
+        _OPEN,
+        _UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _CLOSE,
+        "RULE: FINISH may not have arrived, or not have ended; any label but the attempt's own, "
+        "and none, proves nothing",
+    ),
+    row(
+        Op.PROBE,
+        Observed.OTHER_LABEL,
+        _HELD,
+        _UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RULE: somebody labelled it, or another process came up at its address",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _BEFORE,
+        _UNTOUCHED,
+        Evidence.DEAD,
+        _RESTART,
+        "RULE: what is dead stays so; another process begins with other weights",
+    ),
+    row(
+        None,
+        Observed.DEAD,
+        _OPEN,
+        _UNKNOWN,
+        Evidence.DEAD,
+        _RESTART,
+        "RULE: what is dead stays so; another process begins with other weights",
+    ),
+    row(
         None,
         None,
         _OPEN,
@@ -126,3 +173,31 @@ RULES: tuple[Row, ...] = (
         "RULE: nothing listens there; the next publication reads it again, or has it restarted",
     ),
 )
+
+LABEL_RULES: tuple[Row, ...] = (
+    *RULES,
+    row(
+        Op.LABEL,
+        None,
+        _OPEN,
+        _UNKNOWN,
+        Evidence.OTHER_LABEL,
+        _REPUBLISH,
+        "RULE: all is loaded and closed, and the label is not this attempt's",
+    ),
+)
+"""The rules where a call of its own sets the label."""
+
+FILE_RULES: tuple[Row, ...] = (
+    *LABEL_RULES,
+    row(
+        Op.CLOSE,
+        Observed.DONE,
+        _EMPTY,
+        _UNTOUCHED,
+        Evidence.NOT_BEGUN,
+        _REPUBLISH,
+        "RULE: it was told to load nothing",
+    ),
+)
+"""The rules where one call loads everything, and nothing is begun before it."""

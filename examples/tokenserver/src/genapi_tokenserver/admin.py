@@ -30,8 +30,7 @@ __all__ = ("ROWS", "TokensAdmin")
 
 BACKEND = "genapi_memory"
 _MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
-_SENT, _OPEN, _HELD = Reached.SENT, (Reached.EMPTY, Reached.SENT), Reached.HELD
-_RESTART = Recovery.RESTART_THEN_PUBLISH
+_SENT, _HELD = Reached.SENT, Reached.HELD
 
 # Tensors go into the live weights at once, and the label comes with the end of the session: what is
 # closed and carries the attempt's own label holds all of it, everything else some of it.
@@ -90,24 +89,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_CHECKSUM,
         Recovery.REPUBLISH,
         "RUN: a full session makes its bytes right",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        Reached.NOT_BEGUN,
-        Outcome.UNTOUCHED,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: the process is gone",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: the process is gone",
     ),
 )
 

@@ -34,7 +34,7 @@ from genapi.publication.evidence import (
     row,
     verdicts_of,
 )
-from genapi.publication.rules import RULES
+from genapi.publication.rules import LABEL_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.http import HTTPReply
 
@@ -107,7 +107,7 @@ _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
 
 ROWS: tuple[Row, ...] = (
-    *RULES,
+    *LABEL_RULES,
     row(
         Op.HEAL,
         Observed.REJECTED,
@@ -116,15 +116,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.REJECTED,
         _RESTART,
         "RUN: after an update that broke off the next one fails on weight_loader",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: the worker's main process exits with its engine",
     ),
     row(
         Op.BEGIN,
@@ -202,15 +193,6 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.FINISH,
-        Observed.REFUSED,
-        _SENT,
-        _DIRTY,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RULE: the session is open still",
-    ),
-    row(
-        Op.FINISH,
         Observed.REJECTED,
         _SENT,
         _DIRTY,
@@ -227,15 +209,6 @@ ROWS: tuple[Row, ...] = (
         _RESTART,
         "RUN: somebody closed the session, which an empty one and a full one heal; or an update "
         "had failed unheard, which they may not",
-    ),
-    row(
-        Op.LABEL,
-        None,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RULE: the session is closed, and the label is not this attempt's",
     ),
     row(
         Op.CLOSE,
@@ -266,16 +239,6 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.READ,
-        Observed.OTHER_LABEL,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _CLOSE,
-        "RUN: FINISH may not have arrived, or not have ended; any label but the attempt's own, and "
-        "none, proves nothing",
-    ),
-    row(
-        Op.READ,
         None,
         _HELD,
         _COMMITTED,
@@ -295,30 +258,12 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.PROBE,
-        Observed.OTHER_LABEL,
-        _HELD,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: somebody labelled it, or another process came up at its address",
-    ),
-    row(
-        Op.PROBE,
         Observed.DIFFERS,
         _HELD,
         _DIRTY,
         Evidence.OTHER_SCORES,
         _REPUBLISH,
         "RUN: its session is closed, and a full session makes its scores right",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: a killed worker comes back with the weights of its files",
     ),
 )
 

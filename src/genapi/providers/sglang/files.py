@@ -28,22 +28,20 @@ from genapi.publication.evidence import (
     verdicts_of,
 )
 from genapi.publication.plan import PausePlan
-from genapi.publication.rules import RULES
+from genapi.publication.rules import FILE_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.flow import Flow, call, nothing_to_ask
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "SGLangFiles")
 
-_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
-_SENT, _HELD = Reached.SENT, Reached.HELD
-_OPEN = (_EMPTY, _SENT)
+_BEFORE, _SENT, _HELD = Reached.NOT_BEGUN, Reached.SENT, Reached.HELD
 _REPUBLISH = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
 
 ROWS: tuple[Row, ...] = (
-    *RULES,
+    *FILE_RULES,
     row(
         Op.HEAL,
         Observed.REJECTED,
@@ -52,15 +50,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.REJECTED,
         _RESTART,
         "READ weight_updater.py: finishing the weights of an open session failed half-way",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _BEFORE,
-        Outcome.UNTOUCHED,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: a scheduler that dies takes the whole server with it",
     ),
     row(
         Op.UPDATE,
@@ -92,24 +81,6 @@ ROWS: tuple[Row, ...] = (
         "after it",
     ),
     row(
-        Op.LABEL,
-        None,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RULE: it has loaded all, and the label is not this attempt's",
-    ),
-    row(
-        Op.CLOSE,
-        Observed.DONE,
-        _EMPTY,
-        Outcome.UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _REPUBLISH,
-        "RUN: it was told to load nothing",
-    ),
-    row(
         Op.CLOSE,
         Observed.DONE,
         _SENT,
@@ -117,15 +88,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_LABEL,
         _REPUBLISH,
         "RUN: it has loaded all, and was not labelled",
-    ),
-    row(
-        Op.READ,
-        Observed.OTHER_LABEL,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _CLOSE,
-        "RUN: any label but the attempt's own proves nothing",
     ),
     row(
         Op.READ,
@@ -146,15 +108,6 @@ ROWS: tuple[Row, ...] = (
         "RUN: it serves exactly the new weights",
     ),
     row(
-        Op.PROBE,
-        Observed.OTHER_LABEL,
-        _HELD,
-        Outcome.UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: somebody labelled it, or another process came up at its address",
-    ),
-    row(
         Op.READ,
         Observed.DIFFERS,
         _SENT,
@@ -171,15 +124,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_SCORES,
         _REPUBLISH,
         "RUN: the next load makes its scores right",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: a file that cannot be read, or a tensor of another shape, takes the server down",
     ),
 )
 

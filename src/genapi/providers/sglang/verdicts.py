@@ -30,7 +30,7 @@ from genapi.publication.evidence import (
     row,
     verdicts_of,
 )
-from genapi.publication.rules import RULES
+from genapi.publication.rules import LABEL_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.http import HTTPReply
 
@@ -91,11 +91,11 @@ _OPEN = (_EMPTY, _SENT)
 _AGAIN = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
-_COMMITTED, _UNTOUCHED = Outcome.COMMITTED, Outcome.UNTOUCHED
+_COMMITTED = Outcome.COMMITTED
 _DIRTY, _UNKNOWN = Outcome.DIRTY, Outcome.UNKNOWN
 
 ROWS: tuple[Row, ...] = (
-    *RULES,
+    *LABEL_RULES,
     row(
         Op.HEAL,
         Observed.REJECTED,
@@ -104,15 +104,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.REJECTED,
         _RESTART,
         "READ weight_updater.py: finishing the weights failed half-way",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: a scheduler that dies takes the whole server with it",
     ),
     row(
         Op.BEGIN,
@@ -190,15 +181,6 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.FINISH,
-        Observed.REFUSED,
-        _SENT,
-        _DIRTY,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RULE: the session is open still",
-    ),
-    row(
-        Op.FINISH,
         Observed.REJECTED,
         _SENT,
         _DIRTY,
@@ -214,15 +196,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.REJECTED,
         _CLOSE,
         "RUN 10: somebody else closed the session",
-    ),
-    row(
-        Op.LABEL,
-        None,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _AGAIN,
-        "RULE: the session is closed, and the label is not this attempt's",
     ),
     row(
         Op.CLOSE,
@@ -254,15 +227,6 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.READ,
-        Observed.OTHER_LABEL,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _CLOSE,
-        "RUN: any label but the attempt's own proves nothing after BEGIN",
-    ),
-    row(
-        Op.READ,
         None,
         _HELD,
         _COMMITTED,
@@ -281,15 +245,6 @@ ROWS: tuple[Row, ...] = (
         "RUN: it holds the label and serves",
     ),
     row(
-        Op.PROBE,
-        Observed.OTHER_LABEL,
-        _HELD,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _AGAIN,
-        "RUN: somebody labelled it; or another process came up at its address",
-    ),
-    row(
         Op.READ,
         Observed.DIFFERS,
         _SENT,
@@ -306,15 +261,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_SCORES,
         _AGAIN,
         "RUN: a full session loads every tensor anew",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: a scheduler that dies takes the whole server with it",
     ),
 )
 

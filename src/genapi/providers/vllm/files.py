@@ -29,22 +29,20 @@ from genapi.publication.evidence import (
     verdicts_of,
 )
 from genapi.publication.plan import PausePlan
-from genapi.publication.rules import RULES
+from genapi.publication.rules import FILE_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.wire.flow import Flow, call, nothing_to_ask
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "VLLMFiles")
 
-_BEFORE, _EMPTY = Reached.NOT_BEGUN, Reached.EMPTY
-_SENT, _HELD = Reached.SENT, Reached.HELD
-_OPEN = (_EMPTY, _SENT)
+_BEFORE, _SENT, _HELD = Reached.NOT_BEGUN, Reached.SENT, Reached.HELD
 _REPUBLISH = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
 
 ROWS: tuple[Row, ...] = (
-    *RULES,
+    *FILE_RULES,
     row(
         Op.HEAL,
         Observed.REFUSED,
@@ -62,15 +60,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.REJECTED,
         _RESTART,
         "RUN: finishing replays a tensor that was rejected earlier, and leaves a session open",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _BEFORE,
-        Outcome.UNTOUCHED,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: the process is gone",
     ),
     row(
         Op.UPDATE,
@@ -101,24 +90,6 @@ ROWS: tuple[Row, ...] = (
         "RUN: it goes on loading; what is asked next comes after it",
     ),
     row(
-        Op.LABEL,
-        None,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RULE: it has loaded all, and the label is not this attempt's",
-    ),
-    row(
-        Op.CLOSE,
-        Observed.DONE,
-        _EMPTY,
-        Outcome.UNTOUCHED,
-        Evidence.NOT_BEGUN,
-        _REPUBLISH,
-        "RUN: it was told to load nothing",
-    ),
-    row(
         Op.CLOSE,
         Observed.DONE,
         _SENT,
@@ -126,15 +97,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_LABEL,
         _REPUBLISH,
         "RUN: it has loaded all, and was not labelled",
-    ),
-    row(
-        Op.READ,
-        Observed.OTHER_LABEL,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _CLOSE,
-        "RUN: any label but the attempt's own proves nothing",
     ),
     row(
         Op.READ,
@@ -155,15 +117,6 @@ ROWS: tuple[Row, ...] = (
         "RUN: it serves exactly the new weights",
     ),
     row(
-        Op.PROBE,
-        Observed.OTHER_LABEL,
-        _HELD,
-        Outcome.UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: somebody labelled it, or another process came up at its address",
-    ),
-    row(
         Op.READ,
         Observed.DIFFERS,
         _SENT,
@@ -180,15 +133,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_SCORES,
         _REPUBLISH,
         "RUN: the next load makes its scores right",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _OPEN,
-        Outcome.UNKNOWN,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN: a killed process",
     ),
 )
 

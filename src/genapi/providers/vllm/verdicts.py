@@ -113,15 +113,6 @@ ROWS: tuple[Row, ...] = (
         "RUN 49b: after a rejected tensor the empty finish replays it",
     ),
     row(
-        None,
-        Observed.DEAD,
-        _BEFORE,
-        _UNTOUCHED,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN 90: the process is gone, or ends within a second",
-    ),
-    row(
         Op.BEGIN,
         Observed.SESSION_OPEN,
         _EMPTY,
@@ -198,15 +189,6 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.FINISH,
-        Observed.REFUSED,
-        _SENT,
-        _DIRTY,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RUN 42: a label that is no text is refused before anything happens",
-    ),
-    row(
-        Op.FINISH,
         Observed.REJECTED,
         _SENT,
         _DIRTY,
@@ -253,16 +235,6 @@ ROWS: tuple[Row, ...] = (
     ),
     row(
         Op.READ,
-        Observed.OTHER_LABEL,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _CLOSE,
-        "RUN: FINISH may not have arrived, or not have ended; any label but the attempt's own "
-        "proves nothing",
-    ),
-    row(
-        Op.READ,
         None,
         _HELD,
         _COMMITTED,
@@ -281,15 +253,6 @@ ROWS: tuple[Row, ...] = (
         "RUN: it serves exactly the new weights",
     ),
     row(
-        Op.PROBE,
-        Observed.OTHER_LABEL,
-        _HELD,
-        _UNKNOWN,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: somebody labelled it, or another process came up at its address",
-    ),
-    row(
         Op.READ,
         Observed.DIFFERS,
         _SENT,
@@ -306,15 +269,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_SCORES,
         _REPUBLISH,
         "RUN: its session is closed, and a full session makes its scores right",
-    ),
-    row(
-        None,
-        Observed.DEAD,
-        _OPEN,
-        _UNKNOWN,
-        Evidence.DEAD,
-        _RESTART,
-        "RUN 47, 90: a killed process, or a token generated while a session was open",
     ),
 )
 
