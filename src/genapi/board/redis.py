@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from genapi.board.base import NOTHING, Reading, Token
 from genapi.credentials import resolve
 from genapi.errors import ConfigError, ReplyError, TransportError
+from genapi.types.address import host_port
 from genapi.types.arguments import seconds
 from genapi.types.board import BoardState, decode_board, encode_board, parse_board
 from genapi.types.config import Key
@@ -84,8 +85,7 @@ class RedisBoard:
     @property
     def _url(self) -> str:
         at = self._address
-        host = f"[{at.host}]" if ":" in at.host else at.host
-        return f"{at.scheme}://{host}:{at.port}/{at.db}?key={at.key}"
+        return f"{at.scheme}://{host_port(at.host, at.port)}/{at.db}?key={at.key}"
 
     async def read(self) -> Reading:
         """The newest record."""

@@ -20,6 +20,8 @@ import anyio.lowlevel
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from genapi.types.address import url_of
+
 from .calls import Call
 from .clock import RealClock
 from .faults import Fault
@@ -56,14 +58,13 @@ async def serve(
     clock = RealClock()
     cluster = _cluster(options, clock, index=index, faults=faults)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    name = f"[{host}]" if family == socket.AF_INET6 else host
     with ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.create_server((host, wanted), family=family, backlog=2048))
             for wanted in (port, *[0] * (len(cluster.names) - 1))
         ]
         ports = [listener.getsockname()[1] for listener in listeners]
-        urls = [f"http://{name}:{bound}" for bound in ports]
+        urls = [url_of(host, bound) for bound in ports]
         if cluster.front is not None:
             cluster.front.attach(cluster.workers, urls[cluster.front.addresses :])
         facts = {

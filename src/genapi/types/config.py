@@ -14,6 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler, StrictBool, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from genapi.errors import ConfigError
+from genapi.types.address import host_port
 from genapi.types.arguments import Index, Seconds
 from genapi.types.base import Value
 from genapi.types.board import parse_board
@@ -211,9 +212,8 @@ def base_url(address: str, *, scheme: str) -> str:
     if port is None or not 0 < port <= _MAX_PORT:
         message = f"address {shown!r} names no port; write {parts.hostname}:PORT"
         raise ConfigError(message)
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{parts.scheme}://{host}:{port}{path}"
+    return f"{parts.scheme}://{host_port(parts.hostname, port)}{path}"
 
 
 def _split(addresses: str, scheme: str) -> tuple[str, ...]:
@@ -291,8 +291,7 @@ def _listing(query: Mapping[str, str], frontend: str) -> str | None:
         return None
     parts = urlsplit(frontend)
     if given.isdecimal():
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        given = f"{host}:{given}"
+        given = host_port(parts.hostname or "", given)
     return base_url(given, scheme=parts.scheme)
 
 

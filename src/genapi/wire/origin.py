@@ -5,6 +5,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from genapi.errors import ConfigError
+from genapi.types.address import host_port
 
 __all__ = ("host_of", "is_loopback", "origin", "origins_like")
 
@@ -28,9 +29,8 @@ def origin(url: str) -> str:
         scheme, host, port = "", None, None
     if not scheme or not host:
         raise ConfigError(f"{_shown(url)!r} is not an origin; write scheme://host:port")
-    name = f"[{host}]" if ":" in host else host
     port = _DEFAULT_PORTS.get(scheme) if port is None else port
-    return f"{scheme}://{name}" if port is None else f"{scheme}://{name}:{port}"
+    return f"{scheme}://{host_port(host, port)}"
 
 
 def origins_like(pattern: str) -> Callable[[str], bool]:

@@ -28,6 +28,7 @@ from genapi.providers.shapes.errors import (
     UNAUTHORIZED,
     UNAVAILABLE,
 )
+from genapi.types.address import host_port
 from genapi.types.ids import Role, WorkerId
 from genapi.wire.flow import Flow, call, calls
 from genapi.wire.http import HTTPCall, HTTPReply
@@ -120,8 +121,8 @@ class DynamoDirectory:
                 f"the list of workers is not next to {frontend!r}: name its address, as in "
                 "?discovery=8001 or discovery_url="
             )
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        return urlunsplit((parts.scheme, f"{host}:{parts.port + 1}", "", "", ""))
+        beside = host_port(parts.hostname or "", parts.port + 1)
+        return urlunsplit((parts.scheme, beside, "", "", ""))
 
     def read(self, discovery: str, *, model: str | None) -> Flow[Listing]:
         """Who is there, and whether the frontend serves: four calls."""

@@ -6,6 +6,7 @@ has to protect it.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -14,12 +15,11 @@ from pydantic import Field, model_validator
 from genapi.providers.dynamo.ranks import JOIN_ENDS_S
 from genapi.providers.shapes.launch import (
     LaunchConfig,
-    address,
     flags_of,
     refuse_flags,
     refuse_user_info,
-    url_of,
 )
+from genapi.types.address import host_port, url_of
 from genapi.types.config import FleetConfig, Key, Topology
 from genapi.types.ids import Role
 from genapi.types.launch import Component, Deployment, Need, Place, PortNumber, PortWish
@@ -110,24 +110,21 @@ class Launch(LaunchConfig):
         return self
 
     @property
-    def worker_count(self) -> int:
-        """How many workers there are of all kinds."""
-        return len(self._roles)
+    def worker_names(self) -> tuple[str, ...]:
+        """The workers of all kinds, in rank order."""
+        return tuple(self._roles)
 
     @property
-    def _roles(self) -> tuple[Role, ...]:
-        if not self.prefill_workers:
-            return (Role.UNIFIED,) * self.workers
-        return (Role.PREFILL,) * self.prefill_workers + (Role.DECODE,) * self.decode_workers
-
-    @property
-    def _names(self) -> dict[str, Role]:
-        """The workers' names and roles, in rank order."""
-        names: dict[str, Role] = {}
-        for role in self._roles:
-            kind = "worker" if role is Role.UNIFIED else role.value
-            names[f"{kind}{list(names.values()).count(role)}"] = role
-        return names
+    def _roles(self) -> dict[str, Role]:
+        """The workers' roles by their names, in rank order."""
+        counts = {Role.UNIFIED: self.workers}
+        if self.prefill_workers:
+            counts = {Role.PREFILL: self.prefill_workers, Role.DECODE: self.decode_workers}
+        return {
+            f"{'worker' if role is Role.UNIFIED else role.value}{number}": role
+            for role, count in counts.items()
+            for number in range(count)
+        }
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -136,7 +133,7 @@ class Launch(LaunchConfig):
             "http": PortWish(number=self.frontend_port),
             "discovery": PortWish(number=self.discovery_port),
         }
-        workers = self.worker_needs(tuple(self._names), below=_SYSTEM_PORT_END)
+        workers = self.worker_needs(below=_SYSTEM_PORT_END)
         if self.prefill_workers:
             side = {"side": PortWish()}
             workers = tuple(
@@ -146,21 +143,20 @@ class Launch(LaunchConfig):
 
     def plan(self, places: Mapping[str, Place]) -> Deployment:
         """The frontend and the workers at these places."""
-        names, front = self._names, places[_FRONTEND]
-        roles = {role: list(names.values()).count(role) for role in dict.fromkeys(names.values())}
-        where = address(self.host, front.ports["http"])
+        roles, front = self._roles, places[_FRONTEND]
+        where = host_port(self.host, front.ports["http"])
         return Deployment(
             components=(
                 self._frontend(front),
                 *(
                     self._worker(number, name, role, places[name])
-                    for number, (name, role) in enumerate(names.items())
+                    for number, (name, role) in enumerate(roles.items())
                 ),
             ),
             fleet=FleetConfig(
                 target=f"dynamo://{where}?discovery={front.ports['discovery']}",
                 model=self.served_name,
-                expect=Topology(workers=len(names), roles=roles),
+                expect=Topology(workers=len(roles), roles=Counter(roles.values())),
             ),
             inherit=self.inherit,
         )

@@ -14,12 +14,11 @@ from pydantic import model_validator
 from genapi.providers.shapes.launch import (
     GivenKey,
     LaunchConfig,
-    address,
     flags_of,
     held,
     refuse_flags,
-    url_of,
 )
+from genapi.types.address import host_port, url_of
 from genapi.types.base import Value
 from genapi.types.config import FleetConfig, Key, Topology
 from genapi.types.launch import Component, Deployment, Need, Place, PortNumber, PortWish
@@ -114,7 +113,7 @@ class Launch(LaunchConfig):
     @property
     def needs(self) -> tuple[Need, ...]:
         """One port for each worker, and two for the gateway."""
-        workers = self.worker_needs(_names(self.workers))
+        workers = self.worker_needs()
         if self.gateway is None:
             return workers
         ports = {
@@ -125,15 +124,15 @@ class Launch(LaunchConfig):
 
     def plan(self, places: Mapping[str, Place]) -> Deployment:
         """The servers, and the gateway if there is one, at these places."""
-        names = _names(self.workers)
-        addresses = [address(self.host, places[name].ports["http"]) for name in names]
+        names = self.worker_names
+        addresses = [host_port(self.host, places[name].ports["http"]) for name in names]
         components = [self._server(number, name, places[name]) for number, name in enumerate(names)]
         target, admin_key = f"sglang://{','.join(addresses)}", held(self.admin_api_key)
         if self.gateway is not None:
             urls = [component.url for component in components]
             place = places[_GATEWAY]
             components.append(self._gateway(self.gateway, place, names=names, urls=urls))
-            front = address(self.host, place.ports["http"])
+            front = host_port(self.host, place.ports["http"])
             target = f"sglang://{front}?workers={','.join(addresses)}"
             # The servers are other origins than the gateway, and these are the very servers.
             admin_key = admin_key or held(self.api_key)
@@ -201,7 +200,3 @@ class Launch(LaunchConfig):
             after=tuple(names),
             worker=False,
         )
-
-
-def _names(count: int) -> list[str]:
-    return [f"worker{number}" for number in range(count)]

@@ -10,7 +10,7 @@ import re
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -23,12 +23,10 @@ __all__ = (
     "Count",
     "GivenKey",
     "LaunchConfig",
-    "address",
     "flags_of",
     "held",
     "refuse_flags",
     "refuse_user_info",
-    "url_of",
 )
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -106,10 +104,11 @@ class LaunchConfig(Value):
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:
+        count = len(self.worker_names)
         for name, given in (("ports", self.ports), ("devices", self.devices)):
-            if given and len(given) != self.worker_count:
+            if given and len(given) != count:
                 raise ValueError(
-                    f"{name}={given!r} for {self.worker_count} workers: give one for each, or none"
+                    f"{name}={given!r} for {count} workers: give one for each, or none"
                 )
         wishes = (wish for need in self.needs for wish in need.ports.values())
         given_ports = Counter(wish.number for wish in wishes if wish.number is not None)
@@ -124,9 +123,9 @@ class LaunchConfig(Value):
         """Every component, by what it needs."""
 
     @property
-    def worker_count(self) -> int:
-        """How many workers there are of all kinds."""
-        return self.workers
+    def worker_names(self) -> tuple[str, ...]:
+        """The workers of all kinds, in rank order."""
+        return tuple(f"worker{number}" for number in range(self.workers))
 
     @property
     def served_name(self) -> str:
@@ -138,8 +137,9 @@ class LaunchConfig(Value):
         python = find(self.python) if "/" in self.python else self.python
         return self.model_copy(update={"model": find(self.model), "python": python})
 
-    def worker_needs(self, names: Sequence[str], *, below: int | None = None) -> tuple[Need, ...]:
-        """What the workers of these names need: one port each."""
+    def worker_needs(self, *, below: int | None = None) -> tuple[Need, ...]:
+        """What the workers need: one port each."""
+        names = self.worker_names
         ports = self.ports or (None,) * len(names)
         return tuple(
             Need(component=name, host=self.host, ports={"http": PortWish(number=port, below=below)})
@@ -195,16 +195,6 @@ def refuse_user_info(text: str, what: str) -> None:
             f"{what} holds a URL with user info, which would show a secret to whoever lists "
             "processes; use a variable in environment="
         )
-
-
-def address(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def url_of(host: str, port: int) -> str:
-    """The base URL of what listens there."""
-    return f"http://{address(host, port)}"
 
 
 def _text(value: Any) -> str:

@@ -12,12 +12,11 @@ from pydantic import model_validator
 from genapi.providers.shapes.launch import (
     GivenKey,
     LaunchConfig,
-    address,
     flags_of,
     held,
     refuse_flags,
-    url_of,
 )
+from genapi.types.address import host_port, url_of
 from genapi.types.config import FleetConfig, Key, Topology
 from genapi.types.launch import Component, Deployment, Need, Place
 
@@ -67,12 +66,12 @@ class Launch(LaunchConfig):
     @property
     def needs(self) -> tuple[Need, ...]:
         """One port for each worker."""
-        return self.worker_needs(_names(self.workers))
+        return self.worker_needs()
 
     def plan(self, places: Mapping[str, Place]) -> Deployment:
         """The servers at these places."""
-        names = _names(self.workers)
-        addresses = [address(self.host, places[name].ports["http"]) for name in names]
+        names = self.worker_names
+        addresses = [host_port(self.host, places[name].ports["http"]) for name in names]
         return Deployment(
             components=tuple(
                 self._server(number, name, places[name]) for number, name in enumerate(names)
@@ -114,7 +113,3 @@ class Launch(LaunchConfig):
             url=url_of(self.host, port),
             ready="/health",
         )
-
-
-def _names(count: int) -> list[str]:
-    return [f"worker{number}" for number in range(count)]
