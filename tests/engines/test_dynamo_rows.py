@@ -23,11 +23,11 @@ from genapi.providers.dynamo import files as dynamo_files
 from genapi.providers.dynamo.verdicts import ROWS
 from genapi.publication.evidence import Observed, Op, Reached, Seen
 from genapi.publication.table import Phase
+from genapi.testing.contract.meddling import Trouble
 from genapi.types.worker import Evidence, FenceStrength, Recovery
 from genapi.weights import Filesystem
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment
 from tests.engines.kit.judge import Judge
-from tests.engines.kit.meddling import Meddled
 from tests.engines.kit.rows import assert_reached
 from tests.engines.test_filesystem import SHARD, cases_of, fails_and_comes_back, ruins_of
 from tests.engines.test_rows import (
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.long
 
 RPC = "/engine/update_weights_from_distributed"
-START, UPDATE = f"{RPC}:start_weight_update", f"{RPC}:update_weights"
-FINISH, RESUME = f"{RPC}:finish_weight_update", "/engine/resume_generation"
+START, UPDATE = f"{RPC} start_weight_update", f"{RPC} update_info"
+FINISH, RESUME = f"{RPC} finish_weight_update", "/engine/resume_generation"
 LABEL, INIT = "/engine/set_weight_version", "/engine/init_weights_update_group"
-JOIN = f"{INIT}:init_weight_transfer_engine"
+JOIN = f"{INIT} init_weight_transfer_engine"
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def alone(deployed: Deployment) -> Deployment:
 
 def ask(server: Server, path: str, **body: object) -> Any:
     """Call a worker as somebody else would."""
-    route, _, method = path.partition(":")
+    route, _, method = path.partition(" ")
     if method:
         body = {"engine_rpc": method, "reset_prefix_cache": False, **body}
     status, reply = server.request("POST", route, body)
@@ -120,21 +120,21 @@ WAYS: dict[str, Way] = {
         hook=lambda server: ask(server, START),
     ),
     "the reply to begin was lost": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Meddled(START, "lose"),)
+        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(START, "lose_reply"),)
     ),
     "the call to begin never arrived": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Meddled(START, "swallow"),)
+        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(START, "swallow"),)
     ),
     "an update that says too little": Way(
         Seen(Op.UPDATE, Observed.REFUSED, Reached.SENT),
-        (Meddled(UPDATE, "change", nth=2, change=without_shapes_of),),
+        (Trouble(UPDATE, "change", nth=2, change=without_shapes_of),),
     ),
     "the trainer broke in the second bucket": Way(
         Seen(Op.UPDATE, Observed.PEER_LOST, Reached.SENT), breaks="early"
     ),
     "the trainer broke and the reply was lost": Way(
         Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
-        (Meddled(UPDATE, "lose", nth=2),),
+        (Trouble(UPDATE, "lose_reply", nth=2),),
         breaks="early",
     ),
     "somebody else closed the session before the update": Way(
@@ -148,7 +148,8 @@ WAYS: dict[str, Way] = {
         hook=lambda server: ask(server, FINISH),
     ),
     "the call to finish never arrived": Way(
-        Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT), (Meddled(FINISH, "swallow"),)
+        Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT),
+        (Trouble(FINISH, "swallow"),),
     ),
     "somebody else labelled it before it was read": Way(
         Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT), at=Phase.VERIFY, hook=relabel
@@ -164,11 +165,13 @@ WAYS: dict[str, Way] = {
     ),
     "a finish that arrived twice": Way(
         Seen(Op.READ, None, Reached.HELD),
-        (Meddled(FINISH, "twice"),),
+        (Trouble(FINISH, "twice"),),
         error="finish: no_session: ",
     ),
     "a resume that something in between refused": Way(
-        Seen(Op.READ, None, Reached.HELD), (Meddled(RESUME, "refuse"),), error="resume: "
+        Seen(Op.READ, None, Reached.HELD),
+        (Trouble(RESUME, "error", status=503),),
+        error="resume: ",
     ),
     "somebody else labelled it after the resume": Way(
         Seen(Op.PROBE, Observed.OTHER_LABEL, Reached.HELD), at=Phase.PROBE, hook=relabel
@@ -282,7 +285,7 @@ async def test_a_rejected_tensor_is_replayed_by_dynamo_whenever_a_session_is_clo
 async def test_a_call_to_join_that_got_no_answer_leaves_the_worker_untouched(
     alone: Deployment, models: Models, oracle: Oracle
 ) -> None:
-    swallowed = Way(ANY.row, (Meddled(JOIN, "swallow"),))
+    swallowed = Way(ANY.row, (Trouble(JOIN, "swallow"),))
     async with publishing_to(swallowed, alone, "joining") as (_, p, fleet):
         report = await failed(p, 1, weights(models.seed1))
         (receipt,) = report.receipts
@@ -296,7 +299,13 @@ async def test_a_call_to_join_that_got_no_answer_leaves_the_worker_untouched(
 async def test_both_replies_lost_are_decided_by_the_label_that_dynamo_reads_back(
     alone: Deployment, models: Models, oracle: Oracle
 ) -> None:
-    lost = Way(ANY.row, (Meddled(UPDATE, "lose", nth=3), Meddled(FINISH, "lose")))
+    lost = Way(
+        ANY.row,
+        (
+            Trouble(UPDATE, "lose_reply", nth=3),
+            Trouble(FINISH, "lose_reply"),
+        ),
+    )
     async with publishing_to(lost, alone, "both") as (_, p, fleet):
         report = await p.publish(1, weights(models.seed1))
         assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED]
@@ -309,7 +318,7 @@ async def test_both_replies_lost_are_decided_by_the_label_that_dynamo_reads_back
 
 # Weights through files.
 
-LOAD = "/engine/update_weights_from_disk:reload_weights"
+LOAD = "/engine/update_weights_from_disk reload_weights"
 CASES = cases_of(LOAD, RESUME, relabel, outlives_cuts=True)
 RUINS = ruins_of(LOAD)
 
@@ -362,7 +371,7 @@ async def test_dynamo_without_weight_transfer_loads_files_exactly_but_cannot_be_
     def plain(model: pathlib.Path) -> Sequence[str]:
         return [flag for flag in VLLM_WORKER.flags(model) if "weight-transfer" not in flag]
 
-    lost = Way(Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Meddled(LOAD, "lose"),))
+    lost = Way(Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Trouble(LOAD, "lose_reply"),))
     files = Filesystem(tmp_path / "w")
     with deploy(replace(VLLM_WORKER, flags=plain)) as deployment:
         async with publishing_to(ANY, deployment, "plain", files=files) as (_, p, fleet):

@@ -30,12 +30,12 @@ from genapi.providers.sglang import files as sglang_files
 from genapi.providers.vllm import files as vllm_files
 from genapi.publication.evidence import Observed, Op, Reached, Row, Seen
 from genapi.publication.table import Phase
+from genapi.testing.contract.meddling import Trouble
 from genapi.types.worker import Evidence, FenceStrength, Recovery
 from genapi.weights import Filesystem
 from tests.engines import test_rows, test_sglang
 from tests.engines.conftest import environment
 from tests.engines.kit.judge import Judge
-from tests.engines.kit.meddling import Meddled
 from tests.engines.kit.rows import assert_reached
 from tests.engines.kit.server import VLLM, Engine, Server, serving
 from tests.engines.kit.sglang.engine import SGLANG
@@ -213,13 +213,19 @@ def cases_of(
     unreadable = Seen(Op.UPDATE, Observed.UNREADABLE, Reached.SENT)
     found = {
         "a directory that the worker does not have": Case(
-            Way(unreadable, (Meddled(load, "change", change=elsewhere),))
+            Way(unreadable, (Trouble(load, "change", change=elsewhere),))
         ),
         "the answer to the load was lost": Case(
-            Way(Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Meddled(load, "lose"),))
+            Way(
+                Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
+                (Trouble(load, "lose_reply"),),
+            )
         ),
         "the load never arrived": Case(
-            Way(Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Meddled(load, "swallow"),))
+            Way(
+                Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
+                (Trouble(load, "swallow"),),
+            )
         ),
         "cancelled before the load": Case(
             Way(Seen(Op.CLOSE, Observed.DONE, Reached.EMPTY), at=Phase.BEGIN, error="")
@@ -237,7 +243,7 @@ def cases_of(
         "a resume that something in between refused": Case(
             Way(
                 Seen(Op.READ, None, Reached.HELD),
-                (Meddled(resume, "refuse"),),
+                (Trouble(resume, "error", status=503),),
                 error="resume: ",
             )
         ),
@@ -393,7 +399,10 @@ async def test_vllm_without_weight_transfer_loads_files_exactly_but_cannot_be_he
     models: Models, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:
     flags = tuple(flag for flag in VLLM.flags if "weight-transfer" not in flag)
-    lost = Way(Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Meddled(LOAD["vllm"], "lose"),))
+    lost = Way(
+        Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
+        (Trouble(LOAD["vllm"], "lose_reply"),),
+    )
     files = Filesystem(tmp_path / "w")
     with own(replace(VLLM, flags=flags), models, tmp_path) as server:
         async with publishing(ANY, server, "plain", files=files) as (_, p, fleet):
@@ -446,11 +455,11 @@ DYING = """
 import sys
 import anyio
 import genapi
-from tests.engines.kit.meddling import Meddling
+from tests.engines.kit.meddling import meddling
 
 async def main(target, model, folder, load):
-    told = lambda path, nth: path == load and print("under way", flush=True)
-    async with genapi.connect(target, run="dying", transport=Meddling(told=told)) as fleet:
+    told = lambda call: call.path == load and print("under way", flush=True)
+    async with genapi.connect(target, run="dying", transport=meddling(told=told)) as fleet:
         await fleet.wait_ready(timeout_s=60)
         transport = genapi.weights.Filesystem(folder)
         async with genapi.WeightPublisher(fleet, transport=transport) as p:

@@ -28,10 +28,12 @@ from genapi.providers.registry import provider
 from genapi.providers.vllm.verdicts import ROWS
 from genapi.publication.evidence import Observed, Op, Reached, Seen
 from genapi.publication.table import Phase
+from genapi.testing.contract.meddling import Trouble, goes_to
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Receipt, Recovery
+from genapi.wire.http import HTTPCall
 from tests.engines import test_verification
 from tests.engines.kit.judge import Judge
-from tests.engines.kit.meddling import Breaking, Meddled, Meddling
+from tests.engines.kit.meddling import Breaking, at_second_update, meddling
 from tests.engines.kit.rows import assert_reached
 from tests.engines.test_vllm import LIMITS, PROMPT, request, target, weights
 
@@ -78,7 +80,7 @@ class Way:
 
     Attributes:
         row: what the worker shows.
-        meddled: what goes wrong with calls.
+        troubles: what goes wrong with calls.
         at: when something is done from outside: at the start of a phase, or before the nth call to
             a path is sent.
         hook: what somebody does to the server then; None = the publication is cancelled.
@@ -89,7 +91,7 @@ class Way:
     """
 
     row: Seen
-    meddled: tuple[Meddled, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
     at: Phase | tuple[str, int] | None = None
     hook: Callable[[Server], None] | None = None
     breaks: Literal["never", "early", "late"] = "never"
@@ -124,21 +126,21 @@ WAYS: dict[str, Way] = {
         hook=lambda server: post(server, START),
     ),
     "the reply to begin was lost": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Meddled(START, "lose"),)
+        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(START, "lose_reply"),)
     ),
     "the call to begin never arrived": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Meddled(START, "swallow"),)
+        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(START, "swallow"),)
     ),
     "an update that says too little": Way(
         Seen(Op.UPDATE, Observed.REFUSED, Reached.SENT),
-        (Meddled(UPDATE, "change", nth=2, change=without_shapes),),
+        (Trouble(UPDATE, "change", nth=2, change=without_shapes),),
     ),
     "the trainer broke in the second bucket": Way(
         Seen(Op.UPDATE, Observed.PEER_LOST, Reached.SENT), breaks="early"
     ),
     "the trainer broke and the reply was lost": Way(
         Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
-        (Meddled(UPDATE, "lose", nth=2),),
+        (Trouble(UPDATE, "lose_reply", nth=2),),
         breaks="early",
     ),
     "somebody else closed the session before the update": Way(
@@ -148,7 +150,7 @@ WAYS: dict[str, Way] = {
     ),
     "a label that is no text": Way(
         Seen(Op.FINISH, Observed.REFUSED, Reached.SENT),
-        (Meddled(FINISH, "change", change=lambda _: {"weight_version": 7}),),
+        (Trouble(FINISH, "change", change=lambda _: {"weight_version": 7}),),
     ),
     "somebody else closed the session before the label": Way(
         Seen(Op.FINISH, Observed.NO_SESSION, Reached.SENT),
@@ -156,7 +158,8 @@ WAYS: dict[str, Way] = {
         hook=lambda server: post(server, FINISH),
     ),
     "the call to finish never arrived": Way(
-        Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT), (Meddled(FINISH, "swallow"),)
+        Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT),
+        (Trouble(FINISH, "swallow"),),
     ),
     "somebody else labelled it before it was read": Way(
         Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT), at=Phase.VERIFY, hook=relabel
@@ -172,11 +175,13 @@ WAYS: dict[str, Way] = {
     ),
     "a finish that arrived twice": Way(
         Seen(Op.READ, None, Reached.HELD),
-        (Meddled(FINISH, "twice"),),
+        (Trouble(FINISH, "twice"),),
         error="finish: no_session: ",
     ),
     "a resume that something in between refused": Way(
-        Seen(Op.READ, None, Reached.HELD), (Meddled(RESUME, "refuse"),), error="resume: "
+        Seen(Op.READ, None, Reached.HELD),
+        (Trouble(RESUME, "error", status=503),),
+        error="resume: ",
     ),
     "somebody else labelled it after the resume": Way(
         Seen(Op.PROBE, Observed.OTHER_LABEL, Reached.HELD), at=Phase.PROBE, hook=relabel
@@ -210,17 +215,26 @@ class Publication:
         self.server = server
         self.scope = anyio.CancelScope()
         self.operations: list[str] = []
-        self.transport = Meddling(*way.meddled, told=lambda *call: self._reached(call))
+        self.second_bucket = anyio.Event()
+        """Set when a worker is asked to take a second bucket."""
+        self._told = at_second_update(self.second_bucket.set)
+        self.transport = meddling(*way.troubles, told=self._called)
 
     def observe(self, event: Event) -> None:
+        at = self.way.at
         if isinstance(event, AdminCalled):
             self.operations.append(event.operation)
-        if isinstance(event, PhaseStarted) and event.version.step == 1:
-            self._reached(Phase(event.phase))
+        if isinstance(event, PhaseStarted) and event.version.step == 1 and at == event.phase:
+            self._act()
 
-    def _reached(self, place: Phase | tuple[str, int]) -> None:
-        if place != self.way.at:
-            return
+    def _called(self, call: HTTPCall) -> None:
+        self._told(call)
+        match self.way.at:
+            case (str() as route, nth) if goes_to(route, call):
+                if self.transport.sent(route) == nth:
+                    self._act()
+
+    def _act(self) -> None:
         if self.way.hook is None:
             self.scope.cancel()
         else:
@@ -264,8 +278,7 @@ async def publishing(
     gloo = genapi.weights.Gloo(timeout_s=20, bucket_tensors=BUCKET_TENSORS)
     transport: Any = gloo if files is None else files
     if way.breaks != "never":
-        second = publication.transport.second_bucket
-        transport = Breaking(transport, second, late=way.breaks == "late")
+        transport = Breaking(transport, publication.second_bucket, late=way.breaks == "late")
     async with (
         contextlib.aclosing(publication.transport),
         genapi.connect(
@@ -369,7 +382,13 @@ async def test_a_rejected_tensor_is_replayed_whenever_a_session_is_closed(
 async def test_both_replies_lost_are_decided_by_the_label_that_is_read_back(
     server: Server, models: Models, oracle: Oracle
 ) -> None:
-    lost = Way(ANY.row, (Meddled(UPDATE, "lose", nth=3), Meddled(FINISH, "lose")))
+    lost = Way(
+        ANY.row,
+        (
+            Trouble(UPDATE, "lose_reply", nth=3),
+            Trouble(FINISH, "lose_reply"),
+        ),
+    )
     async with publishing(lost, server, "both") as (_, p, fleet):
         report = await p.publish(1, weights(models.seed1))
         assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED]

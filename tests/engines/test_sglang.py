@@ -28,10 +28,11 @@ from genapi.events import Event, PhaseStarted
 from genapi.providers.sglang.verdicts import ROWS
 from genapi.publication.evidence import Observed, Op, Reached, Seen
 from genapi.publication.table import Phase
+from genapi.testing.contract.meddling import Trouble
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
 from genapi.weights._gloo_group import GlooGroup, pack
 from tests.engines.kit.judge import Judge
-from tests.engines.kit.meddling import Meddled, Meddling
+from tests.engines.kit.meddling import meddling
 from tests.engines.kit.rows import assert_reached
 from tests.engines.test_rows import ANY, Way, leads_back, publishing
 from tests.engines.test_vllm import (
@@ -347,25 +348,33 @@ WAYS: dict[str, Way] = {
         hook=lambda server: post(server, BEGIN),
     ),
     "the reply to begin was lost": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Meddled(BEGIN, "lose"),)
+        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(BEGIN, "lose_reply"),)
     ),
     "the call to begin never arrived": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Meddled(BEGIN, "swallow"),)
+        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(BEGIN, "swallow"),)
     ),
     "an update for a group that is not there": Way(
         Seen(Op.UPDATE, Observed.REFUSED, Reached.SENT),
-        (Meddled(UPDATE, "change", nth=2, change=lambda body: body | {"group_name": "nope"}),),
+        (
+            Trouble(
+                route=UPDATE,
+                action="change",
+                nth=2,
+                change=lambda body: body | {"group_name": "nope"},
+            ),
+        ),
     ),
     "the trainer broke in the second bucket": Way(
         Seen(Op.UPDATE, Observed.PEER_LOST, Reached.SENT), breaks="early"
     ),
     "the trainer broke and the reply was lost": Way(
         Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
-        (Meddled(UPDATE, "lose", nth=2),),
+        (Trouble(UPDATE, "lose_reply", nth=2),),
         breaks="early",
     ),
     "the reply to an update was lost": Way(
-        Seen(Op.UPDATE, Observed.LOST, Reached.SENT), (Meddled(UPDATE, "lose", nth=2),)
+        Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
+        (Trouble(UPDATE, "lose_reply", nth=2),),
     ),
     "somebody else closed the session before the update": Way(
         Seen(Op.UPDATE, Observed.NO_SESSION, Reached.SENT),
@@ -387,7 +396,9 @@ WAYS: dict[str, Way] = {
         Seen(Op.CLOSE, Observed.DONE, Reached.SENT), breaks="late", error=""
     ),
     "a resume that something in between refused": Way(
-        Seen(Op.READ, None, Reached.HELD), (Meddled(RESUME, "refuse"),), error="resume: "
+        Seen(Op.READ, None, Reached.HELD),
+        (Trouble(RESUME, "error", status=503),),
+        error="resume: ",
     ),
     "somebody else labelled it after the resume": Way(
         Seen(Op.PROBE, Observed.OTHER_LABEL, Reached.HELD), at=Phase.PROBE, hook=relabel
@@ -449,7 +460,7 @@ async def test_an_sglang_server_that_is_gone_is_dead_and_has_to_be_restarted(
 async def test_a_group_that_is_there_already_is_refused_and_nothing_was_touched(
     sglang_server: Server, models: Models, oracle: Oracle
 ) -> None:
-    twice = Way(ANY.row, (Meddled(INIT, "twice"),))
+    twice = Way(ANY.row, (Trouble(INIT, "twice"),))
     async with publishing(twice, sglang_server, "twice") as (_, p, fleet):
         report = await failed(p, 1, weights(models.seed1))
         (receipt,) = report.receipts
@@ -464,7 +475,7 @@ async def test_a_group_that_never_forms_lets_go_of_whoever_had_joined(
     sglang_pair: Pair, models: Models, oracle: Oracle
 ) -> None:
     limits = LIMITS.model_copy(update={"group_s": 3.0})
-    transport = Meddling(Meddled(INIT, "swallow", nth=2))
+    transport = meddling(Trouble(INIT, "swallow", nth=2))
     async with (
         contextlib.aclosing(transport),
         genapi.connect(target(*sglang_pair), run="alone", transport=transport) as fleet,
@@ -487,15 +498,15 @@ import sys
 import anyio, torch
 from safetensors.torch import load_file
 import genapi
-from tests.engines.kit.meddling import UPDATES, Meddling
+from tests.engines.kit.meddling import at_second_update, meddling
 
 async def main(target, folder, ballast):
     tensors = load_file(folder)
     first = list(tensors.items())[:9]
     extra = {"ballast": torch.zeros(int(ballast))} if int(ballast) else {}
     content = dict(first) | extra | tensors
-    told = lambda path, nth: path in UPDATES and nth == 2 and print("under way", flush=True)
-    async with genapi.connect(target, run="dying", transport=Meddling(told=told)) as fleet:
+    told = at_second_update(lambda: print("under way", flush=True))
+    async with genapi.connect(target, run="dying", transport=meddling(told=told)) as fleet:
         await fleet.wait_ready(timeout_s=60)
         transport = genapi.weights.Gloo(timeout_s=20, bucket_tensors=9)
         async with genapi.WeightPublisher(fleet, transport=transport) as p:

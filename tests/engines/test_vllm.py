@@ -23,9 +23,10 @@ from safetensors.torch import load_file
 import genapi
 from genapi import FinishReason, GenerateRequest, Outcome, PublishTimeouts, SamplingParams
 from genapi.events import AdminCalled, Event, PhaseStarted
+from genapi.testing.contract.meddling import Trouble
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
 from tests.engines.kit.judge import Judge
-from tests.engines.kit.meddling import Meddled, Meddling
+from tests.engines.kit.meddling import meddling
 
 if TYPE_CHECKING:
     import pathlib
@@ -228,7 +229,7 @@ async def test_every_gather_has_ended_before_the_first_pause(
 async def test_a_lost_reply_is_decided_by_what_is_read_back(
     path: str, vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
 ) -> None:
-    transport = Meddling(Meddled(path, "lose", url=vllm_pair[1].url))
+    transport = meddling(Trouble(path, "lose_reply", address=vllm_pair[1].address))
     run = "lost" + path.replace("/", "-")
     async with (
         contextlib.aclosing(transport),
@@ -459,7 +460,7 @@ async def test_a_server_that_is_stopped_in_mid_transfer_is_named_and_comes_back(
 async def test_a_pause_that_never_answers_ends_bounded_and_the_other_worker_serves(
     vllm_pair: tuple[Server, Server], models: Models
 ) -> None:
-    transport = Meddling(Meddled("/pause", "hang", url=vllm_pair[1].url))
+    transport = meddling(Trouble("/pause", "never_answer", address=vllm_pair[1].address))
     limits = LIMITS.model_copy(update={"pause_s": 2.0})
     async with (
         contextlib.aclosing(transport),

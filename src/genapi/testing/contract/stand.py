@@ -188,9 +188,7 @@ class Stand:
         address = self.servers.addresses[worker]
         if operation == "generate":
             address = (self.servers.front or address).partition("?")[0]
-        self.meddling.add(
-            Trouble(address=address, worker=worker, route=route, action=action, **details)
-        )
+        self.meddling.add(Trouble(route, action, address=address, worker=worker, **details))
 
     def url(self, worker: int) -> str:
         """Where a worker is administered."""
