@@ -129,7 +129,10 @@ class WorkerLeftOut(Event):
 
 
 class OldVersionsKept(Event):
-    """Files that nobody needs could not be removed; the next commit tries again."""
+    """Files stay that could not be removed, or are of a version that failed; `error` says why.
+
+    The next publication of the same publisher tries again.
+    """
 
     version: PolicyVersion
     error: str

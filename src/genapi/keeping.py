@@ -1,7 +1,8 @@
 """Which versions of weights in files a worker may be reading, and the removal of the others.
 
-The rule of this file: a version goes only when every worker is known to read none of it. Nothing
-that could not be removed fails a publication.
+The rule of this file: a version goes only when every worker is known to read none of it, and one
+that was published in vain goes as soon as that is known. Nothing that could not be removed fails a
+publication.
 """
 
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from genapi.events import OldVersionsKept
 from genapi.fleet import Fleet
 from genapi.ledger import Ledger
 from genapi.membership import Member
-from genapi.publication.evidence import Op
+from genapi.publication.evidence import Answer, Observed, Op
 from genapi.publication.transaction import Transaction, is_proved
 from genapi.types.ids import WorkerId
 from genapi.types.policy import PolicyVersion, parse_label, parse_updating_label
@@ -23,9 +24,11 @@ from genapi.weights.base import WeightStore
 
 __all__ = ("Keeping",)
 
+_NO_ANSWER = Answer(Observed.LOST)
+
 
 class Keeping:
-    """What the workers of a fleet were told to load from a store, and did not prove since."""
+    """What the workers of a fleet were told to load from a store, and may have use for still."""
 
     def __init__(self, fleet: Fleet, store: WeightStore, *, ledger: Ledger, limit_s: float) -> None:
         """Know of nothing yet.
@@ -40,20 +43,24 @@ class Keeping:
         self._store = store
         self._ledger = ledger
         self._limit_s = limit_s
-        self._loading: dict[WorkerId, PolicyVersion] = {}
+        self._using: dict[WorkerId, PolicyVersion] = {}
         self._failed: set[PolicyVersion] = set()
 
     def note(self, tx: Transaction, version: PolicyVersion) -> None:
         """Take in how a publication ended with each worker.
 
         A worker that was told to load another version before had answered since: what it may be
-        reading is the last one only.
+        reading is the last one only. One whose load was answered, and that does not hold it under
+        its label, reads none.
         """
         for worker, progress in tx.workers.items():
-            if progress.dead or is_proved(tx, progress):
-                self._loading.pop(worker, None)
-            elif Op.UPDATE in progress.asked:
-                self._loading[worker] = version
+            answer = progress.answers.get(Op.UPDATE, _NO_ANSWER)
+            if is_proved(tx, progress):
+                self._using[worker] = version
+            elif progress.dead or answer.done:
+                self._using.pop(worker, None)
+            elif Op.UPDATE in progress.asked and answer.observed is not Observed.NOT_SENT:
+                self._using[worker] = version
 
     async def tidy(self, committed: PolicyVersion) -> None:
         """Have the store remove what nobody needs; why something stays that should not is told."""
@@ -61,21 +68,40 @@ class Keeping:
         if needed is not None:
             await self._remove(committed, partial(self._tidy, committed, needed))
 
-    async def withdraw(self, version: PolicyVersion, tx: Transaction) -> None:
-        """Have the store remove what a publication wrote that failed.
+    async def withdraw(self, version: PolicyVersion) -> None:
+        """Have the store remove what was published in vain, as far as nobody has use for it."""
+        self._failed.add(version)
+        with anyio.CancelScope(shield=True):
+            await self._remove(version, self._sweep)
 
-        What a worker was told to load goes after a later commit.
+    @property
+    def has_failed(self) -> bool:
+        """Whether something is there still that was published in vain."""
+        return bool(self._failed)
+
+    async def close(self, unknown: str | None = None) -> None:
+        """Remove what was published in vain; what has to stay is told, and why.
+
+        Args:
+            unknown: why nobody knows whether it may go; None = what is known of workers is new.
         """
-        if any(Op.UPDATE in progress.asked for progress in tx.workers.values()):
-            self._failed.add(version)
-        else:
-            with anyio.CancelScope(shield=True):
-                await self._remove(version, partial(self._store.discard, version))
+        for version in _sorted(self._failed):
+            if unknown is None:
+                with anyio.CancelScope(shield=True):
+                    await self._remove(version, self._sweep)
+            names = [str(worker) for worker, used in self._users().items() if used == version]
+            why = unknown or f"it may be read, or is held, by {', '.join(names)}"
+            if unknown or names:
+                remedy = "remove it by hand once its workers are published to again, or restarted"
+                self._fleet.observe(OldVersionsKept(version=version, error=f"{why}: {remedy}"))
 
-    async def _tidy(self, committed: PolicyVersion, needed: set[PolicyVersion]) -> None:
-        for version in self._failed - needed:
+    async def _sweep(self) -> None:
+        for version in _sorted(self._failed - {*self._users().values()}):
             await self._store.discard(version)
             self._failed.remove(version)
+
+    async def _tidy(self, committed: PolicyVersion, needed: set[PolicyVersion]) -> None:
+        await self._sweep()
         await self._store.tidy(committed, needed)
 
     async def _remove(self, told: PolicyVersion, remove: Callable[[], Awaitable[None]]) -> None:
@@ -89,18 +115,26 @@ class Keeping:
         if error is not None:
             self._fleet.observe(OldVersionsKept(version=told, error=error))
 
+    def _users(self) -> dict[WorkerId, PolicyVersion]:
+        """Who may be reading a version that this publisher told them to load, or holds it."""
+        here = {m.id for m in self._fleet.membership.members.values() if not _is_dead(m)}
+        self._using = {w: v for w, v in self._using.items() if w in here}
+        return self._using
+
     def _needed(self) -> set[PolicyVersion] | None:
         """Versions that a worker may be reading; None = one was never asked what it holds."""
         members = self._fleet.membership.members.values()
-        here = {member.id for member in members}
-        self._loading = {w: v for w, v in self._loading.items() if w in here}
         if any(member.facts is None and not _is_dead(member) for member in members):
             return None
         labels = [member.facts.label for member in members if member.facts is not None]
         begun = [parse_updating_label(label) for label in labels]
-        told = [*begun, *map(parse_label, labels), *self._loading.values(), self._ledger.target]
+        told = [*begun, *map(parse_label, labels), *self._users().values(), self._ledger.target]
         return {version for version in told if version is not None}
 
 
 def _is_dead(member: Member) -> bool:
     return member.fence is not None and member.fence.strength is FenceStrength.DEAD
+
+
+def _sorted(versions: set[PolicyVersion]) -> list[PolicyVersion]:
+    return sorted(versions, key=lambda v: (v.run, v.step, v.attempt))

@@ -216,6 +216,8 @@ class WeightPublisher:
     async def aclose(self, *, final: bool = True) -> None:
         """Say that no newer version comes, and leave the transfer groups on both sides.
 
+        Files of publications that failed are removed, but for what a worker may be reading.
+
         Bounded; workers keep what they hold. A publisher that only adopted, or whose last
         publication did not commit, says nothing of an end.
 
@@ -227,6 +229,7 @@ class WeightPublisher:
         last, self._last = self._last, None
         if final and last is not None:
             await self._finish(last)
+        await self._tidy_up()
         groups, self._groups = self._groups, ()
         members = {w for group in groups if group.sender is not None for w in group.ranks.offsets}
         try:
@@ -251,6 +254,24 @@ class WeightPublisher:
                 membership.end(last)
                 return
         _log.warning("the board was not told that %s is the last version: %s", last, why)
+
+    async def _tidy_up(self) -> None:
+        """Remove files of publications that failed, by what is known now of who may read them."""
+        if self._keeping is None or not self._keeping.has_failed:
+            return
+        why, limit_s = None, self._timeouts.cleanup_s
+        with anyio.move_on_after(limit_s, shield=True) as scope:
+            try:
+                await self._ledger.check(self)
+                if self._fleet.is_open:
+                    await self._fleet.snapshot()
+            except SupersededError:
+                return  # a version of the same name may be another publisher's by now
+            except GenAPIError as error:
+                why = str(error)
+        if scope.cancelled_caught:
+            why = f"the board or a worker gave no answer within cleanup_s={limit_s:g}"
+        await self._keeping.close(why)
 
     async def _have_left(self, workers: AbstractSet[WorkerId]) -> None:
         fleet = self._fleet
@@ -424,8 +445,9 @@ class WeightPublisher:
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
             is_ours = await self._write_end(drive, everyone, report, held=held)
-            if self._keeping is not None and is_ours and drive.has_stored and not report.committed:
-                await self._keeping.withdraw(version, drive.tx)
+            in_vain = drive.has_stored and not drive.tx.committed
+            if self._keeping is not None and is_ours and in_vain:
+                await self._keeping.withdraw(version)
         if report.committed:
             self._manifest = drive.manifest
             if self._keeping is not None:

@@ -16,7 +16,7 @@ from anyio.abc import TaskStatus
 
 import genapi
 from genapi import Outcome, WeightPublisher
-from genapi.board import MemoryBoard
+from genapi.board import MemoryBoard, Reading, take_epoch
 from genapi.embedded import Cluster, Fault
 from genapi.events import Event, OldVersionsKept, PhaseStarted, SenderProgress
 from genapi.transports.memory import MemoryTransport
@@ -41,6 +41,16 @@ PAUSE = {
     "vllm": "/pause",
     "sglang": "/pause_generation",
     "dynamo": "/engine/pause_generation",
+}
+RESUME = {
+    "vllm": "/resume",
+    "sglang": "/continue_generation",
+    "dynamo": "/engine/resume_generation",
+}
+LABEL = {
+    "vllm": "/update_weight_version",
+    "sglang": "/update_weight_version",
+    "dynamo": "/engine/set_weight_version",
 }
 WHO = {
     "vllm": "/server_info",
@@ -398,6 +408,147 @@ async def test_an_attempt_that_failed_takes_no_place_of_a_version_to_roll_back_t
         await failed(p, 9)
         await p.publish(10, source(10))
         assert versions(tmp_path) == ["r-10-1", "r-8-2"]
+
+
+async def test_attempts_that_fail_in_the_load_leave_no_more_than_what_may_be_read(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+        await p.publish(1, source(1))
+        for attempt in (1, 2, 3):
+            r.fail(1, "lose_reply")
+            await failed(p, 2)
+            assert versions(tmp_path) == ["r-1-1", f"r-2-{attempt}"]
+
+
+async def test_a_version_that_was_loaded_and_not_labelled_goes_at_once(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol, workers=1) as r, publisher(r, Filesystem(tmp_path)) as p:
+        await p.publish(1, source(1))
+        # The second label of a publication is its own, after the load.
+        r.cluster.workers[0].faults.add(Fault(LABEL[protocol], "error", nth=2))
+        (receipt,) = (await failed(p, 2)).receipts
+        assert receipt.evidence is Evidence.OTHER_LABEL
+        assert versions(tmp_path) == ["r-1-1"]
+        assert (await p.publish(2, source(2))).committed
+        assert versions(tmp_path) == ["r-2-2"]
+
+
+async def test_a_version_that_committed_and_was_not_resumed_everywhere_is_one_to_roll_back_to(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path, keep=2)) as p:
+        await p.publish(1, source(1))
+        r.cluster.workers[1].faults.add(Fault(RESUME[protocol], "error"))
+        report = await failed(p, 2)
+        assert [x.outcome for x in report.receipts] == [Outcome.COMMITTED] * 2
+        await p.publish(3, source(3))
+        assert versions(tmp_path) == ["r-2-1", "r-3-1"]
+
+
+async def test_a_publisher_that_closes_removes_a_failed_version_once_nobody_may_be_reading_it(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r:
+        async with publisher(r, Filesystem(tmp_path)) as p:
+            await p.publish(1, source(1))
+            r.fail(1, "never_answer")
+            for worker in r.cluster.workers[:1]:
+                worker.faults.add(Fault(LOAD[protocol], "error"))
+            await failed(p, 2)
+            assert versions(tmp_path) == ["r-1-1", "r-2-1"]
+            for worker in r.cluster.workers:
+                worker.kill()
+                worker.restart()
+        assert versions(tmp_path) == ["r-1-1"]
+        assert not [event for event in r.events if isinstance(event, OldVersionsKept)]
+
+
+async def test_a_publisher_that_closes_says_which_failed_version_a_worker_may_be_reading(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r:
+        async with publisher(r, Filesystem(tmp_path)) as p:
+            await p.publish(1, source(1))
+            r.fail(1, "never_answer")
+            report = await failed(p, 2)
+        assert versions(tmp_path) == ["r-1-1", "r-2-1"]
+        (kept,) = [event for event in r.events if isinstance(event, OldVersionsKept)]
+        assert kept.version == report.version
+        assert all(str(receipt.worker) in kept.error for receipt in report.receipts)
+        assert "by hand" in kept.error
+
+
+async def test_a_publisher_that_was_superseded_removes_nothing_when_it_closes(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    board = MemoryBoard()
+    cluster = Cluster.from_query({"protocol": protocol, "workers": "1"})
+    target = f"embedded://?protocol={protocol}"
+    kept: list[Event] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, OldVersionsKept):
+            kept.append(event)
+
+    async with genapi.connect(
+        target, transport=MemoryTransport(cluster), run="r", board=board, observe=observe
+    ) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = WeightPublisher(fleet, transport=Filesystem(tmp_path), timeouts=QUICK)
+        cluster.workers[0].faults.add(Fault(LOAD[protocol], "lose_reply"))
+        await failed(p, 1)
+        await take_epoch(board, "another")
+        cluster.workers[0].kill()
+        cluster.workers[0].restart()
+        await p.aclose()
+    assert versions(tmp_path) == ["r-1-1"]
+    assert not kept
+
+
+class Silent(MemoryBoard):
+    """A board that says nothing more from some moment on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.silent = how, False
+
+    async def read(self) -> Reading:
+        if self.silent and self.how == "hangs":
+            await anyio.sleep_forever()
+        if self.silent:
+            raise genapi.TransportError("no route to the board", phase="not_sent")
+        return await super().read()
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+async def test_a_publisher_that_cannot_read_the_board_when_it_closes_removes_nothing_and_says_why(
+    how: str, tmp_path: pathlib.Path
+) -> None:
+    board = Silent(how)
+    cluster = Cluster.from_query({"protocol": "vllm", "workers": "1"})
+    kept: list[str] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, OldVersionsKept):
+            kept.append(event.error)
+
+    fleet = genapi.connect(
+        "embedded://", transport=MemoryTransport(cluster), run="r", board=board, observe=observe
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = WeightPublisher(fleet, transport=Filesystem(tmp_path), timeouts=QUICK)
+        cluster.workers[0].faults.add(Fault(LOAD["vllm"], "lose_reply"))
+        await failed(p, 1)
+        board.silent = True
+        cluster.workers[0].kill()
+        cluster.workers[0].restart()
+        with anyio.fail_after(10):
+            await p.aclose()
+    assert versions(tmp_path) == ["r-1-1"]
+    assert [("board" in error, "by hand" in error) for error in kept] == [(True, True)]
 
 
 async def test_a_publisher_that_was_superseded_leaves_the_other_ones_files_alone(
