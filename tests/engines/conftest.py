@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import pytest
 
 import genapi
-from tests.engines.kit.dynamo.deployment import Deployment, Kind
+from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment, Kind
+from tests.engines.kit.places import Place, Standing, of_dynamo, of_servers
 from tests.engines.kit.server import VLLM, Engine, Server, serving
 from tests.engines.kit.sglang.engine import SGLANG
 
@@ -75,6 +76,15 @@ class Deploy(Protocol):
         *,
         frontend: Sequence[str] = (),
     ) -> contextlib.AbstractContextManager[Deployment]: ...
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring tests on the standing server of one engine together, so that it is started once."""
+    tests = (item for item in items if isinstance(item, pytest.Function))
+    standing = [item for item in tests if "standing" in item.fixturenames]
+    ordered = iter(sorted(standing, key=lambda item: (item.path, item.callspec.params["kind"])))
+    items[:] = [next(ordered) if item in standing else item for item in items]
 
 
 def environment(name: str) -> pathlib.Path:
@@ -268,3 +278,34 @@ def sglang_pair(serve_sglang: Serve) -> Iterator[tuple[Server, Server]]:
     """Two servers of seed 0, for tests that leave them serving seed 0, resumed."""
     with serve_sglang(2) as (first, second):
         yield first, second
+
+
+@pytest.fixture(scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    """The engine of a test, where the same is said of several."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def standing(kind: str, request: pytest.FixtureRequest) -> Iterator[Standing]:
+    """Servers of that engine."""
+    if kind == "dynamo":
+        with request.getfixturevalue("deploy")(VLLM_WORKER) as deployment:
+            yield of_dynamo(deployment)
+    else:
+        serve = request.getfixturevalue({"vllm": "serve", "sglang": "serve_sglang"}[kind])
+        with of_servers(serve) as servers:
+            yield servers
+
+
+@pytest.fixture
+def alone(standing: Standing) -> Place:
+    """One server; a test leaves it serving."""
+    return standing.alone()
+
+
+@pytest.fixture
+def own(standing: Standing) -> Iterator[Place]:
+    """One server that a test may ruin."""
+    with standing.own() as place:
+        yield place

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,11 @@ from safetensors.torch import load_file
 import genapi
 from genapi import FinishReason, Outcome, SamplingParams
 from genapi.events import Event, PhaseStarted
-from genapi.providers.sglang.verdicts import ROWS
-from genapi.publication.evidence import Observed, Op, Reached, Seen
-from genapi.publication.table import Phase
 from genapi.testing.contract.meddling import Trouble
-from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
+from genapi.types.worker import Evidence, PublishReport, Recovery
 from genapi.weights._gloo_group import GlooGroup, pack
 from tests.engines.kit.judge import Judge
 from tests.engines.kit.meddling import meddling
-from tests.engines.kit.rows import assert_reached
-from tests.engines.test_rows import ANY, Way, leads_back, publishing
 from tests.engines.test_vllm import (
     LIMITS,
     PROMPT,
@@ -59,9 +54,7 @@ on_engine = (pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio)
 Pair = tuple["Server", "Server"]
 LIMIT_S = 60.0
 ROUNDING = 1e-4
-BEGIN, UPDATE = "/begin_weight_update", "/update_weights_from_distributed"
-END, LABEL = "/end_weight_update", "/update_weight_version"
-PAUSE, RESUME = "/pause_generation", "/continue_generation"
+PAUSE, UPDATE = "/pause_generation", "/update_weights_from_distributed"
 INIT = "/init_weights_update_group"
 WHOLE = "model.layers.1.mlp.down_proj.weight"
 """A parameter that is not fused with others."""
@@ -83,10 +76,6 @@ def post(server: Server, path: str, **body: object) -> Any:
     status, reply = server.request("POST", path, body, timeout_s=LIMIT_S)
     assert status == http.HTTPStatus.OK, reply
     return reply
-
-
-def relabel(server: Server) -> None:
-    post(server, LABEL, new_version="somebody", abort_all_requests=False)
 
 
 async def same_streamed_and_whole(fleet: genapi.Fleet) -> None:
@@ -111,45 +100,6 @@ async def same_streamed_and_whole(fleet: genapi.Fleet) -> None:
     assert whole.output.top_logprobs is not None
     tops = zip(streamed.top_logprobs, whole.output.top_logprobs, strict=True)
     assert all(one.token_ids == other.token_ids for one, other in tops)
-
-
-@engine
-async def test_a_streamed_reply_of_sglang_equals_the_unary_one_token_for_token(
-    sglang_pair: Pair,
-) -> None:
-    async with genapi.connect(target(*sglang_pair)) as fleet:
-        await fleet.wait_ready(timeout_s=60)
-        await same_streamed_and_whole(fleet)
-
-
-@engine
-@pytest.mark.parametrize("packed", [True, False])
-async def test_published_weights_are_served_exactly_by_sglang_and_the_first_ones_come_back(
-    packed: bool, sglang_pair: Pair, models: Models, oracle: Oracle
-) -> None:
-    transport = genapi.weights.Gloo(timeout_s=20, bucket_tensors=9, packed=packed)
-    async with genapi.connect(target(*sglang_pair), run=f"exact-{packed}") as fleet:
-        await fleet.wait_ready(timeout_s=60)
-        judge = Judge(oracle, {1: models.seed1, 2: models.seed0})
-        async with genapi.WeightPublisher(fleet, transport=transport, timeouts=LIMITS) as p:
-            await p.adopt(0)
-            first = await everywhere(fleet)
-            pauses = []
-            for step, folder in ((1, models.seed1), (2, models.seed0)):
-                report = await p.publish(step, weights(folder))
-                assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
-                assert [r.evidence for r in report.receipts] == [Evidence.OWN_LABEL] * 2
-                pauses += [r.paused_s for r in report.receipts]
-                snapshot = await fleet.snapshot()
-                assert {w.label for w in snapshot.workers} == {report.version.label}
-                for reply in await everywhere(fleet):
-                    assert reply.output.policy.oldest == report.version
-                    assert reply.output.policy.is_pure
-                    judge.check(reply, PROMPT)
-            last = await everywhere(fleet)
-            assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
-            print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
-        judge.close()
 
 
 @engine
@@ -327,147 +277,8 @@ async def test_the_checksum_sees_one_server_with_another_tensor_and_the_next_pub
         judge.close()
 
 
-# Rows of the evidence table, reached through genapi: see `test_rows.py`.
-
-
-@pytest.fixture(scope="module")
-def sglang_server(serve_sglang: Serve) -> Iterator[Server]:
-    """One server, for ways that lead back."""
-    with serve_sglang(1) as (one,):
-        yield one
-
-
 def kill(server: Server) -> None:
     os.killpg(server.pid, signal.SIGKILL)
-
-
-WAYS: dict[str, Way] = {
-    "somebody else began": Way(
-        Seen(Op.BEGIN, Observed.SESSION_OPEN, Reached.EMPTY),
-        at=Phase.BEGIN,
-        hook=lambda server: post(server, BEGIN),
-    ),
-    "the reply to begin was lost": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(BEGIN, "lose_reply"),)
-    ),
-    "the call to begin never arrived": Way(
-        Seen(Op.BEGIN, Observed.LOST, Reached.EMPTY), (Trouble(BEGIN, "swallow"),)
-    ),
-    "an update for a group that is not there": Way(
-        Seen(Op.UPDATE, Observed.REFUSED, Reached.SENT),
-        (
-            Trouble(
-                route=UPDATE,
-                action="change",
-                nth=2,
-                change=lambda body: body | {"group_name": "nope"},
-            ),
-        ),
-    ),
-    "the trainer broke in the second bucket": Way(
-        Seen(Op.UPDATE, Observed.PEER_LOST, Reached.SENT), breaks="early"
-    ),
-    "the trainer broke and the reply was lost": Way(
-        Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
-        (Trouble(UPDATE, "lose_reply", nth=2),),
-        breaks="early",
-    ),
-    "the reply to an update was lost": Way(
-        Seen(Op.UPDATE, Observed.LOST, Reached.SENT),
-        (Trouble(UPDATE, "lose_reply", nth=2),),
-    ),
-    "somebody else closed the session before the update": Way(
-        Seen(Op.UPDATE, Observed.NO_SESSION, Reached.SENT),
-        at=(UPDATE, 2),
-        hook=lambda server: post(server, END),
-    ),
-    "somebody else closed the session before its end": Way(
-        Seen(Op.FINISH, Observed.NO_SESSION, Reached.SENT),
-        at=Phase.FINISH,
-        hook=lambda server: post(server, END),
-    ),
-    "somebody else labelled it before it was read": Way(
-        Seen(Op.READ, Observed.OTHER_LABEL, Reached.SENT), at=Phase.VERIFY, hook=relabel
-    ),
-    "cancelled after begin": Way(
-        Seen(Op.CLOSE, Observed.DONE, Reached.EMPTY), at=Phase.BEGIN, error=""
-    ),
-    "the trainer broke when the second bucket was taken": Way(
-        Seen(Op.CLOSE, Observed.DONE, Reached.SENT), breaks="late", error=""
-    ),
-    "a resume that something in between refused": Way(
-        Seen(Op.READ, None, Reached.HELD),
-        (Trouble(RESUME, "error", status=503),),
-        error="resume: ",
-    ),
-    "somebody else labelled it after the resume": Way(
-        Seen(Op.PROBE, Observed.OTHER_LABEL, Reached.HELD), at=Phase.PROBE, hook=relabel
-    ),
-    "scores that are not the trainer's": Way(
-        Seen(Op.PROBE, Observed.DIFFERS, Reached.HELD), options={"verify": ("probe",)}, scores=-1.0
-    ),
-}
-RUINS: dict[str, Way] = {
-    "killed before it was asked to begin": Way(
-        Seen(None, Observed.DEAD, Reached.NOT_BEGUN), at=Phase.CONFIRM, hook=kill, error="confirm: "
-    ),
-    "killed before the second bucket": Way(
-        Seen(None, Observed.DEAD, Reached.SENT), at=(UPDATE, 2), hook=kill, error="update: "
-    ),
-}
-REJECTED = Way(Seen(Op.UPDATE, Observed.REJECTED, Reached.SENT))
-
-
-@engine
-@pytest.mark.parametrize("name", WAYS)
-async def test_a_row_says_what_is_true_of_sglang_and_its_way_back_leads_back(
-    name: str, sglang_server: Server, models: Models, oracle: Oracle
-) -> None:
-    async with publishing(WAYS[name], sglang_server, name) as (publication, p, fleet):
-        receipt = await publication.run(p, weights(models.seed1))
-        publication.operations.clear()
-        if receipt.recovery is Recovery.REPUBLISH:
-            relabel(sglang_server)
-        await leads_back(p, fleet, models, oracle)
-        heals = receipt.recovery is Recovery.CLOSE_THEN_REPUBLISH
-        assert (Op.HEAL in publication.operations) == heals
-
-
-@engine
-async def test_weights_that_a_rejected_tensor_left_half_written_are_healed_by_a_full_session(
-    sglang_server: Server, models: Models, oracle: Oracle
-) -> None:
-    tensors = load_file(models.seed1 / "model.safetensors")
-    bad = genapi.weights.from_tensors(tensors | {WHOLE: torch.zeros(3, 3)})
-    async with publishing(REJECTED, sglang_server, "rejected") as (publication, p, fleet):
-        await publication.run(p, bad)
-        await leads_back(p, fleet, models, oracle)
-
-
-@engine
-@pytest.mark.parametrize("name", RUINS)
-async def test_an_sglang_server_that_is_gone_is_dead_and_has_to_be_restarted(
-    name: str, serve_sglang: Serve, models: Models
-) -> None:
-    with serve_sglang(1) as (own,):
-        async with publishing(RUINS[name], own, name) as (publication, p, _):
-            receipt = await publication.run(p, weights(models.seed1))
-            assert receipt.fence is not None
-            assert receipt.fence.strength is FenceStrength.DEAD
-
-
-@engine
-async def test_a_group_that_is_there_already_is_refused_and_nothing_was_touched(
-    sglang_server: Server, models: Models, oracle: Oracle
-) -> None:
-    twice = Way(ANY.row, (Trouble(INIT, "twice"),))
-    async with publishing(twice, sglang_server, "twice") as (_, p, fleet):
-        report = await failed(p, 1, weights(models.seed1))
-        (receipt,) = report.receipts
-        assert receipt.outcome is Outcome.UNTOUCHED
-        assert "group name has already been created" in (receipt.error or "")
-        assert (await fleet.generate(request())).output.is_complete
-        await leads_back(p, fleet, models, oracle)
 
 
 @engine
@@ -611,15 +422,3 @@ async def test_two_keys_and_incremental_streams_are_as_the_recorded_ones(
                 judge.check(last.reply, PROMPT)
                 assert [s.lo.step for s in last.reply.output.policy.spans if s.lo] == [1, 2]
             judge.close()
-
-
-ELSEWHERE = {
-    REJECTED.row: "a rejected tensor",
-    Seen(Op.READ, Observed.DIFFERS, Reached.SENT): "the checksum",
-    Seen(Op.PROBE, Observed.DONE, Reached.HELD): "every publication",
-}
-
-
-def test_every_row_that_was_run_is_reached_on_a_real_sglang() -> None:
-    reached = {way.row for way in [*WAYS.values(), *RUINS.values()]} | set(ELSEWHERE)
-    assert_reached(ROWS, reached)

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 import genapi
-from genapi import FinishReason, GenerateRequest, Outcome, PublishTimeouts, SamplingParams
+from genapi import GenerateRequest, Outcome, PublishTimeouts, SamplingParams
 from genapi.events import AdminCalled, Event, PhaseStarted
 from genapi.testing.contract.meddling import Trouble
 from genapi.types.worker import Evidence, FenceStrength, PublishReport, Recovery
@@ -79,55 +79,6 @@ async def everywhere(fleet: genapi.Fleet, **more: Any) -> list[genapi.GenerateRe
         if len(replies) == count:
             return list(replies.values())
     raise AssertionError("a worker never answered")
-
-
-async def test_a_streamed_reply_equals_the_unary_one_token_for_token(
-    vllm_pair: tuple[Server, Server],
-) -> None:
-    async with genapi.connect(target(*vllm_pair)) as fleet:
-        await fleet.wait_ready(timeout_s=60)
-        asked = request(session="one").model_copy(
-            update={
-                "sampling": SamplingParams(
-                    max_tokens=64, temperature=0.0, logprobs=3, ignore_eos=True
-                )
-            }
-        )
-        whole = await fleet.generate(asked)
-        async with fleet.stream(asked) as events:
-            last = [event async for event in events][-1]
-        assert isinstance(last, genapi.Finished)
-        assert last.reply.output == whole.output
-        assert last.reply.worker == whole.worker
-        assert whole.output.finish_reason is FinishReason.LENGTH
-
-
-async def test_published_weights_are_served_exactly_and_the_first_ones_come_back(
-    vllm_pair: tuple[Server, Server], models: Models, oracle: Oracle
-) -> None:
-    async with genapi.connect(target(*vllm_pair), run="exact") as fleet:
-        await fleet.wait_ready(timeout_s=60)
-        judge = Judge(oracle, {0: models.seed0, 1: models.seed1, 2: models.seed0})
-        async with publisher(fleet) as p:
-            await p.adopt(0)
-            first = await everywhere(fleet)
-            pauses = []
-            for step, folder in ((1, models.seed1), (2, models.seed0)):
-                report = await p.publish(step, weights(folder))
-                assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
-                assert [r.evidence for r in report.receipts] == [Evidence.OWN_LABEL] * 2
-                pauses += [r.paused_s for r in report.receipts]
-                snapshot = await fleet.snapshot()
-                assert {w.label for w in snapshot.workers} == {report.version.label}
-                assert {w.version for w in snapshot.workers} == {report.version}
-                for reply in await everywhere(fleet):
-                    assert reply.output.policy.oldest == report.version
-                    assert reply.output.policy.is_pure
-                    judge.check(reply, PROMPT)
-            last = await everywhere(fleet)
-            assert {r.output.token_ids for r in last} == {r.output.token_ids for r in first}
-            print(f"\npaused_s per worker: {[round(s, 3) for s in pauses]}")
-        judge.close()
 
 
 class Gated:

@@ -3,7 +3,7 @@
 The rule of this file: one call loads everything, or fails and leaves the model in pieces; nothing
 is joined, begun or finished. The label is a call of its own, after the load was answered: a load
 that brings it declares it also where nobody waits for the answer any more. RUN was seen on Dynamo
-1.6.1 with its Python worker of vLLM 0.31.0 (`tests/engines/test_dynamo_rows.py`).
+1.6.1 with its Python worker of vLLM 0.31.0 (`tests/engines/test_filesystem.py`).
 
 The Python worker loads by `update_weights_from_disk`, which it refuses unless it is paused. The
 sidecar has no such route: its engine loads by the collective RPC of its own server, where it has
