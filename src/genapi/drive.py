@@ -128,6 +128,42 @@ class _Slot(Generic[T]):
         return self._value
 
 
+class _Heard:
+    """What has come of asking one worker, at whatever moment it is given up.
+
+    Attributes:
+        answer: what counts if nothing more is heard.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._held_up = Answer(
+            Observed.NOT_SENT, f"not asked: the board gave no answer within {limit_s:g} s"
+        )
+        self._silent = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
+        self._asked = False
+        self.answer = self._held_up
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the board has not said yet whether the worker may be asked."""
+        return self.answer is self._held_up
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the worker was asked and nothing came back."""
+        return self.answer is self._silent
+
+    def goes_out(self) -> None:
+        """The worker is about to be asked; what an earlier try came to stays."""
+        if not self._asked:
+            self._asked, self.answer = True, self._silent
+
+    def refused(self, answer: Answer) -> None:
+        """The board said no; to a worker that was asked before, that says nothing."""
+        if not self._asked:
+            self.answer = answer
+
+
 class Drive:
     """One publication over one fleet. `run` it once."""
 
@@ -316,16 +352,16 @@ class Drive:
 
     async def _answer_in_time(self, worker: WorkerId, op: Op, *, retries: bool) -> Answer:
         limit_s = self._limits_s[op]
-        answer = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
+        heard = _Heard(limit_s)
         with self._bounded(limit_s) as scope:
-            answer = await self._answer(worker, op)
+            await self._try(worker, op, heard)
             for wait in _RETRY_WAITS_S if retries else ():
-                if answer.observed not in _UNANSWERED:
+                if heard.answer.observed not in _UNANSWERED:
                     break
                 await anyio.sleep(wait)
-                answer = await self._answer(worker, op)
+                await self._try(worker, op, heard)
         self._scopes.discard(scope)
-        return answer
+        return self._blamed(heard)
 
     async def _answer_in_collective(self, worker: WorkerId, op: Op) -> Answer:
         """The answer, for which less time is left once the group broke: then nothing comes."""
@@ -337,27 +373,39 @@ class Drive:
             if op is Op.UPDATE:
                 await self._bucket.ready()
         self._scopes.discard(scope)
-        answer = silent = Answer(Observed.LOST, f"no answer within {limit_s:g} s")
+        heard = _Heard(limit_s)
         with self._bounded(limit_s) as scope:
             self._in_collective[worker] = scope
             if number in self.tx.broken:
                 self._limit(scope)
-            answer = await self._answer(worker, op)
+            await self._try(worker, op, heard)
         self._scopes.discard(scope)
         del self._in_collective[worker]
-        if answer is silent and number in self.tx.broken:
+        if heard.is_silent and number in self.tx.broken:
             late = f"no answer, and none in {self._timeouts.cleanup_s:g} s after its group broke"
-            return replace(answer, detail=late)
-        return answer
+            return replace(heard.answer, detail=late)
+        return self._blamed(heard)
 
-    async def _answer(self, worker: WorkerId, op: Op) -> Answer:
+    async def _try(self, worker: WorkerId, op: Op, heard: "_Heard") -> None:
+        """Ask a worker, where the board lets the call go out."""
         try:
             if op not in READS:
                 await self._ledger.check((self._version, self.tx.phase, self.tx.updates))
         except GenAPIError as error:
             # It is the board that says no, or does not answer: the worker was sent nothing.
             self.blame(error)
-            return Answer(Observed.NOT_SENT, str(error))
+            heard.refused(Answer(Observed.NOT_SENT, str(error)))
+            return
+        heard.goes_out()
+        heard.answer = await self._answer(worker, op)
+
+    def _blamed(self, heard: "_Heard") -> Answer:
+        """The answer; where the board held it up, that is what the publication failed of."""
+        if heard.is_held_up and not self._cancelled:
+            self.blame(TransportError(heard.answer.detail, phase="not_sent"))
+        return heard.answer
+
+    async def _answer(self, worker: WorkerId, op: Op) -> Answer:
         try:
             return await self._call(worker, op)
         except TransportError as error:
@@ -433,7 +481,7 @@ class Drive:
         return await self._senders[self.tx.workers[worker].group].get()
 
     async def _act(self, act: Act) -> None:
-        error, more = await self._tried(self._act_limit_s(act), partial(self._acts[act], self))
+        error, more = await self._tried(act, partial(self._acts[act], self))
         if error is None and act in (Act.JOIN, Act.SEND):
             async with asyncio.TaskGroup() as tasks:
                 for number in self._acted_on(act):
@@ -453,16 +501,16 @@ class Drive:
     async def _act_in_group(self, act: Act, number: int) -> None:
         """Do the part of one group; when it fails the others know nothing of it."""
         what = {Act.JOIN: self._join, Act.SEND: self._send}[act]
-        error, _ = await self._tried(self._act_limit_s(act), partial(what, number))
+        error, _ = await self._tried(act, partial(what, number))
         if error is not None:
             self._senders[number].put(None)
             self._inbox.put_nowait(Broke(act, number, error))
 
     async def _tried(
-        self, limit_s: float, what: Callable[[], Awaitable[T]]
+        self, act: Act, what: Callable[[], Awaitable[T]]
     ) -> tuple[str | None, T | None]:
         """What came of it in time: an error in words or None, and what it returned."""
-        error: str | None = f"not done within {limit_s:g} s"
+        error, limit_s = "", self._act_limit_s(act)
         with self._bounded(limit_s) as scope:
             try:
                 return None, await what()
@@ -471,7 +519,17 @@ class Drive:
                 error = f"{type(raised).__name__}: {raised}"
             finally:
                 self._scopes.discard(scope)
-        return error, None
+        return error or f"{self._awaited(act)} within {limit_s:g} s", None
+
+    def _awaited(self, act: Act) -> str:
+        """Who did not do what, where the publisher's own part is late."""
+        if act in (Act.INTEND, Act.COMMIT):
+            return "the board gave no answer"
+        if self._stage.awaited is not None:
+            return f"the weight source did not give {self._stage.awaited}"
+        if act is Act.STAGE:
+            return f"{type(self._transport).__name__} did not write the version"
+        return "not done"
 
     async def _act_stage(self) -> bool:
         await self._stage.prepare()

@@ -13,6 +13,7 @@ import anyio
 
 from genapi.board import Board, open_board
 from genapi.board.base import NOTHING
+from genapi.board.guarded import GuardedBoard
 from genapi.client import Client
 from genapi.control import Control, fan_out
 from genapi.credentials import Credentials
@@ -114,7 +115,8 @@ def connect(
         model: the served model's name; may be left out when only one is served.
         run: the training run whose versions count.
         board: a version board: a URL (`file:/path`, `redis://...`), which travels with
-            `fleet.config`, or an object, which does not.
+            `fleet.config`, or an object, which does not and gets `admin_timeout_s` for each
+            operation; what it raises becomes a `TransportError` unless it is a `GenAPIError`.
         transport: what carries every call instead of genapi's own HTTP clients; the caller closes
             it, and it does not travel with `fleet.config`.
         observe: called with every event (`genapi.events`), on the event loop.
@@ -161,9 +163,7 @@ class Fleet:
         with_methods("observe", observe, ["__call__"], remedy="pass a function that takes an event")
         self.config = config
         self.observe = guarded(observe)
-        self.board: Board | None = (
-            board if board is not None else open_board(config.board) if config.board else None
-        )
+        self.board: Board | None = _board(config, board)
         """The version board that publishers and readers share; None = there is none."""
         self._own_transport = transport
         target = config.parsed
@@ -806,6 +806,12 @@ def _request(request: object) -> GenerateRequest:
 def _is_named(worker: WorkerId, name: WorkerId) -> bool:
     """Whether a name, which may lack all but the instance, is that worker's."""
     return name == worker or (not name.component and name.instance == worker.instance)
+
+
+def _board(config: FleetConfig, given: Board | None) -> Board | None:
+    if given is not None:
+        return GuardedBoard(given, timeout_s=config.admin_timeout_s)
+    return None if config.board is None else open_board(config.board)
 
 
 def _directory(provider: Provider, config: FleetConfig) -> Directory | None:

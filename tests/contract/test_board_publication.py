@@ -12,13 +12,13 @@ import genapi
 from genapi import Outcome, PublishReport, SupersededError, TransportError, WeightPublisher
 from genapi.board import MemoryBoard, Reading, Token, new_holder, open_board, take_epoch
 from genapi.embedded import Cluster, Fault
-from genapi.events import AdminCalled, Event, PhaseEnded, PhaseStarted, WorkerFenced
+from genapi.events import AdminCalled, Event, PhaseEnded, PhaseStarted, WorkerFenced, ignore
 from genapi.providers.vllm import Options
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.provider import VLLM
 from genapi.transports.memory import MemoryTransport
 from genapi.types.board import BoardState, BoardWorker
-from genapi.types.worker import Recovery
+from genapi.types.worker import FenceStrength, Recovery
 from genapi.wire.http import HTTPCall, HTTPReply
 from tests.contract.dynamo import bounds
 from tests.contract.embedded import QUICK, greedy, request, weights
@@ -224,6 +224,125 @@ async def test_a_board_that_is_down_makes_no_worker_dead_and_loses_no_receipt(ph
         state, _ = await board.read()
         assert state is not None
         assert (state.phase, state.committed) == ("idle", again.version)
+
+
+@pytest.mark.parametrize(
+    "phase", ["group", "pause", "mark", "begin", "transfer", "finish", "commit", "resume"]
+)
+async def test_a_board_that_hangs_is_what_is_named_and_no_worker(phase: str) -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), Unreliable()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+
+        def hang() -> None:
+            board.hangs = True
+
+        at(fleet, phase, hang)
+        with anyio.fail_after(20), pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        report = caught.value.report
+        assert isinstance(report, PublishReport)
+        assert "the board gave no answer within" in (report.error or "")
+        assert "board" in str(caught.value.__cause__)
+        for receipt in report.receipts:
+            assert receipt.fence is None or receipt.fence.strength is not FenceStrength.DEAD
+            assert receipt.error is None or "the board gave no answer" in receipt.error
+        outcomes = {receipt.outcome for receipt in report.receipts}
+        begun = phase in ("transfer", "finish", "commit", "resume")
+        assert begun or outcomes == {Outcome.UNTOUCHED}
+        fleet.observe, board.hangs = ignore, False
+        assert (await p.publish(2, source(2))).committed
+
+
+async def test_what_a_worker_was_asked_before_the_board_went_down_is_not_taken_for_unasked() -> (
+    None
+):
+    cluster, board = Cluster.from_query({"workers": "2"}), Unreliable()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, AdminCalled) and event.operation == "pause":
+            board.is_down = True
+
+    fleet = genapi.connect(
+        "embedded://", transport=MemoryTransport(cluster), run="r", board=board, observe=observe
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = publisher(fleet)
+        await p.adopt(0)
+        cluster.workers[0].faults.add(Fault("/pause", "lose_reply"))
+        with anyio.fail_after(10), pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        report = caught.value.report
+        assert isinstance(report, PublishReport)
+        assert board.refused > 0
+        assert (report.receipts[0].error or "").startswith("pause: lost: ")
+        assert report.receipts[0].fence is not None
+
+
+class Odd(Unreliable):
+    """A board of a user's own, whose client raises errors of its own."""
+
+    async def _reach(self) -> None:
+        if self.is_down:
+            raise LookupError("no quorum")
+
+    def __repr__(self) -> str:
+        return "Odd()"
+
+
+@pytest.mark.parametrize("phase", ["group", "pause", "begin", "transfer", "commit", "resume"])
+async def test_an_error_of_a_board_s_own_fails_the_publication_like_any_other_of_a_board(
+    phase: str,
+) -> None:
+    cluster, board = Cluster.from_query({"workers": "2"}), Odd()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+
+        def break_down() -> None:
+            board.is_down = True
+
+        at(fleet, phase, break_down)
+        with anyio.fail_after(20), pytest.raises(genapi.PublishError) as caught:
+            await p.publish(1, source(1))
+        cause = caught.value.__cause__
+        assert isinstance(cause, TransportError)
+        assert isinstance(cause.__cause__, LookupError)
+        for text in (str(cause), str(caught.value)):
+            assert "board Odd() failed (LookupError: no quorum)" in text
+        fleet.observe, board.is_down = ignore, False
+        assert (await p.publish(2, source(2))).committed
+
+
+@pytest.mark.parametrize("how", ["is_down", "hangs"])
+async def test_a_board_of_one_s_own_that_fails_or_hangs_is_named_by_whatever_asks_it(
+    how: str,
+) -> None:
+    cluster = Cluster.from_query({"workers": "1"})
+    board = Odd() if how == "is_down" else Unreliable()
+    fleet = genapi.connect(
+        "embedded://",
+        transport=MemoryTransport(cluster),
+        run="r",
+        board=board,
+        admin_timeout_s=0.2,
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = publisher(fleet)
+        await p.adopt(0)
+        setattr(board, how, True)
+        why = "board .* (failed|gave no answer within 0.2 s)"
+        other = publisher(fleet)
+        for asked in (fleet.snapshot(), other.adopt(0), other.publish(1, source(1))):
+            with anyio.fail_after(10), pytest.raises(TransportError, match=why):
+                await asked
+        # Requests do not need it.
+        assert (await fleet.generate(request())).output.is_complete
+        with anyio.fail_after(10):
+            await p.aclose()
 
 
 async def test_the_calls_of_one_phase_ask_a_board_that_is_down_once() -> None:

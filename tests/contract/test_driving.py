@@ -1,6 +1,7 @@
 """How a publication is driven: what is asked again, how long is waited, what is given up."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 import genapi
-from genapi import PublishReport, WeightPublisher
+from genapi import PolicyVersion, PublishReport, WeightPublisher
 from genapi.embedded import Call, Cluster, Fault
 from genapi.events import AdminCalled, Event, PhaseStarted
 from genapi.providers.vllm.admin import VLLMAdmin
@@ -18,10 +19,11 @@ from genapi.providers.vllm.provider import VLLM
 from genapi.types.config import PublishTimeouts
 from genapi.types.worker import Evidence, Outcome, Recovery
 from genapi.weights import TensorMeta, WeightSource
+from genapi.weights.base import Bucket
 from tests.contract.embedded import QUICK, greedy, request, weights
 from tests.support.leftovers import Leftovers
 from tests.support.recorded import Recorded, RecordedCalls, RecordedSender, at_once
-from tests.support.weight_sources import Blocked
+from tests.support.weight_sources import PATIENCE_S, Blocked
 
 pytestmark = pytest.mark.anyio
 
@@ -375,6 +377,105 @@ async def test_a_cancellation_ends_the_gathering_and_closes_its_source() -> None
 
 
 # bounds
+
+
+class Unfinished(Blocked):
+    """Blocks where it is asked what it holds, or for whatever comes before its first tensor."""
+
+    def __init__(self, manifest: Sequence[TensorMeta], where: str) -> None:
+        super().__init__(manifest, at=-1)
+        self._tensors, self._where = manifest, where
+
+    def manifest(self) -> Sequence[TensorMeta]:
+        self._block("manifest")
+        return self._tensors
+
+    def stage(self, budget_bytes: int) -> None:
+        del budget_bytes
+        self._block("stage")
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.source)
+
+    def _block(self, where: str) -> None:
+        if where == self._where:
+            assert self.release.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("where", "named"), [("manifest", "its manifest"), ("stage", "its next tensors")]
+)
+async def test_a_source_that_stalls_before_its_first_tensor_is_what_is_named(
+    where: str, named: str
+) -> None:
+    stalled = Unfinished(tuple(source(1).manifest()), where)
+    try:
+        async with stand(timeouts=replace_timeouts(QUICK, stage_s=0.2)) as s:
+            report = await failed(s, 1, stalled)
+            assert report.error == f"stage: the weight source did not give {named} within 0.2 s"
+            assert [r.error for r in report.receipts] == [None, None]
+            assert s.asked("pause") == []
+    finally:
+        stalled.release.set()
+
+
+@pytest.mark.parametrize(("staged", "phase"), [(1 << 30, "stage"), (0, "send")])
+async def test_a_source_that_stalls_at_a_tensor_is_what_is_named_with_the_tensor(
+    staged: int, phase: str
+) -> None:
+    manifest = tuple(source(1).manifest())
+    blocked = Blocked(manifest, at=1)
+    limits = replace_timeouts(QUICK, stage_s=0.2, transfer_s=0.2)
+    transport = Recorded(bucket_tensors=1, stage_bytes=staged)
+    try:
+        async with stand(timeouts=limits, transport=transport) as s:
+            report = await failed(s, 1, blocked.source)
+            stalled = f"the weight source did not give tensor {manifest[1].name!r} within 0.2 s"
+            assert report.error == f"{phase}: {stalled}"
+            for receipt in report.receipts:
+                assert str(receipt.worker) not in report.error
+                assert receipt.error is None or "the trainer's end failed" in receipt.error
+    finally:
+        blocked.release.set()
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A place for weights that is never done with writing."""
+
+    bucket_bytes: int = 1 << 20
+    bucket_tensors: int = 1
+    stage_bytes: int = 1 << 20
+
+    def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
+        del manifest, in_process
+
+    async def write(
+        self,
+        version: PolicyVersion,
+        manifest: Sequence[TensorMeta],
+        buckets: AsyncIterable[Bucket],
+    ) -> str:
+        del version, manifest
+        async for _ in buckets:
+            pass
+        await anyio.sleep_forever()
+        return "/nowhere"
+
+    async def discard(self, version: PolicyVersion) -> None:
+        del version
+
+    async def tidy(self, committed: PolicyVersion, needed: AbstractSet[PolicyVersion]) -> None:
+        del committed, needed
+
+
+async def test_weights_that_are_not_written_in_time_are_what_is_named() -> None:
+    async with stand() as s:
+        limits = replace_timeouts(QUICK, stage_s=0.2)
+        s.publisher = WeightPublisher(s.fleet, transport=Unwritten(), timeouts=limits)
+        report = await failed(s, 1)
+        assert report.error == "stage: Unwritten did not write the version within 0.2 s"
+        assert s.asked("pause") == []
 
 
 async def cancelled(s: Stand, phase: str, *, turns: int) -> float:

@@ -3,9 +3,10 @@
 Publishers take it over, write what they are about to do and what they have done; every other
 process reads which version is committed, and which workers to keep away from.
 
-What a board does is in `base`, the three kinds in `memory`, `file` and `redis`, what publishers
-do with one in `lease`, and the record in `genapi.types.board`. The rule of this file: it opens
-boards, and only here is one chosen by its URL.
+What a board does is in `base`, the three kinds in `memory`, `file` and `redis`, what holds one of a
+user's own to that in `guarded`, what publishers do with one in `lease`, and the record in
+`genapi.types.board`. The rule of this file: it opens boards, and only here is one chosen by its
+URL.
 """
 
 from genapi.board.base import NOTHING, Board, Reading, Token, wait_for_change

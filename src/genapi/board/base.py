@@ -31,7 +31,10 @@ NOTHING = Token(0, "")
 
 
 class Board(Protocol):
-    """One small record that several processes read, and replace only if nobody else did."""
+    """One small record that several processes read, and replace only if nobody else did.
+
+    Passed to `connect`, whatever else it raises, and no answer in time, is a `TransportError`.
+    """
 
     async def read(self) -> Reading:
         """The newest record.

@@ -64,6 +64,7 @@ class Stage:
         self._waking = False
         self._reported = 0
         self._sending = 0
+        self._is_awaited = False
 
     @property
     def manifest(self) -> tuple[TensorMeta, ...]:
@@ -84,6 +85,15 @@ class Stage:
     def gathering(self) -> str | None:
         """Name of the tensor that the source is being asked for now, if any."""
         return self._gatherer.gathering
+
+    @property
+    def awaited(self) -> str | None:
+        """What the source is, or was last, waited for; None = it has given all it was asked for."""
+        if not self._is_awaited:
+            return None
+        if not self.manifest:
+            return "its manifest"
+        return f"tensor {self.gathering!r}" if self.gathering else "its next tensors"
 
     async def prepare(self) -> None:
         """Read the manifest and gather what fits; to be awaited once.
@@ -143,12 +153,14 @@ class Stage:
         await self.aclose()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        self._is_awaited = True
         try:
             while not condition():
                 await self._news.wait()
         except BaseException:
             self.abandon()
             raise
+        self._is_awaited = False
         self._report()
 
     def _notify(self) -> None:
