@@ -142,7 +142,8 @@ async def test_replicas_of_sglang_are_published_to_through_files(
     models: Models, oracle: Oracle, tmp_path: pathlib.Path
 ) -> None:
     binds = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": ""}
-    two = replace(SGLANG, variables=lambda a, b: {**SGLANG.variables(a, b), **binds})
+    settings = {**SGLANG.fields["environment"], **binds}
+    two = replace(SGLANG, fields={**SGLANG.fields, "environment": settings})
     place = environment("sglang")
     with serving(
         place, models.seed0, folder=tmp_path / "logs", flags=["--dp-size=2"], engine=two
@@ -329,15 +330,15 @@ def without_sessions(
 ) -> Iterator[Place]:
     """A server of vLLM, or a worker of Dynamo, without weight transfer."""
 
-    def plain(flags: Sequence[str]) -> tuple[str, ...]:
-        return tuple(flag for flag in flags if "weight-transfer" not in flag)
-
     if kind == "dynamo":
-        worker = replace(VLLM_WORKER, flags=lambda model: plain(VLLM_WORKER.flags(model)))
-        with fixtures.getfixturevalue("deploy")(worker) as deployment:
+
+        def plain(model: pathlib.Path) -> Sequence[str]:
+            return [flag for flag in VLLM_WORKER.flags(model) if "weight-transfer" not in flag]
+
+        with fixtures.getfixturevalue("deploy")(replace(VLLM_WORKER, flags=plain)) as deployment:
             yield place_in(deployment)
         return
-    server_kind = replace(VLLM, flags=plain(VLLM.flags))
+    server_kind = replace(VLLM, fields={**VLLM.fields, "weight_backend": None})
     started = serving(environment(kind), models.seed0, folder=folder / "log", engine=server_kind)
     with started as (server,):
         yield Place(server, target(server), server)

@@ -15,49 +15,29 @@ from typing import Any
 
 import genapi
 from genapi.events import ComponentStarted, Event
-from genapi.providers import dynamo, sglang, vllm
-from tests.engines.kit import server as vllm_kit
+from genapi.providers import dynamo
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER
-from tests.engines.kit.sglang import engine as sglang_kit
+from tests.engines.kit.server import VLLM, Engine, Launch
+from tests.engines.kit.sglang.engine import SGLANG
 from tests.support.launched import sessions
 
-__all__ = ("KINDS", "Launch", "launch_of")
+__all__ = ("ENGINES", "launch_of")
 
-Launch = vllm.Launch | sglang.Launch | dynamo.Launch
-KINDS: dict[str, type[Launch]] = {
-    "vllm": vllm.Launch,
-    "sglang": sglang.Launch,
-    "dynamo": dynamo.Launch,
+ENGINES = {
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "dynamo": Engine(
+        scheme="dynamo",
+        kind=dynamo.Launch,
+        fields={"enforce_eager": True, "environment": VLLM_WORKER.variables},
+        ready="/health",
+    ),
 }
-SETTINGS = {
-    "vllm": vllm_kit.SETTINGS,
-    "sglang": sglang_kit.SETTINGS,
-    "dynamo": VLLM_WORKER.variables,
-}
-FIELDS = (
-    "--context-length=", "--dtype=", "--enable-scale-out", "--enforce-eager", "--host=",
-    "--max-model-len=", "--served-model-name=", "--weight-transfer-config=",
-)  # fmt: skip
-"""The kit's flags that are fields of a launch."""
-FLAGS = {"vllm": vllm_kit.FLAGS, "sglang": sglang_kit.FLAGS, "dynamo": ()}
 
 
 def launch_of(scheme: str, environment: pathlib.Path, model: pathlib.Path, **more: Any) -> Launch:
     """Servers of a tiny model, as the kit's own are."""
-    fields: dict[str, Any] = {
-        "model": str(model),
-        "model_name": "tiny",
-        "python": str(environment / "bin" / "python"),
-        "dtype": "float32",
-        "max_model_len": 4096,
-        "flags": tuple(flag for flag in FLAGS[scheme] if not flag.startswith(FIELDS)),
-        "environment": SETTINGS[scheme],
-    }
-    if scheme != "sglang":
-        fields["enforce_eager"] = True
-        cache = {"VLLM_CACHE_ROOT": str(model.parent / scheme)}
-        fields["environment"] = fields["environment"] | cache
-    return KINDS[scheme].model_validate(fields | more)
+    return ENGINES[scheme].launch(environment, model, **more)
 
 
 async def main(scheme: str, config: str, folder: str) -> None:
@@ -67,7 +47,7 @@ async def main(scheme: str, config: str, folder: str) -> None:
         if isinstance(event, ComponentStarted):
             started.append(event.pid)
 
-    launch = KINDS[scheme].model_validate_json(config)
+    launch = ENGINES[scheme].kind.model_validate_json(config)
     async with genapi.launch(launch, folder=folder, observe=observe):
         sys.stdout.write(json.dumps([pid for leader in started for pid in sessions(leader)]) + "\n")
         sys.stdout.flush()

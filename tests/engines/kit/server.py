@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from genapi.providers import dynamo, sglang, vllm
+from genapi.types.launch import Place
 from tests.engines.kit.cores import keep_apart
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ __all__ = (
     "VLLM",
     "Engine",
     "Face",
+    "Launch",
     "Server",
     "ServerError",
     "free_port",
@@ -66,7 +69,6 @@ client that connects to a port without a server is connected to itself."""
 
 # Each with the reason why a server on a small machine without a GPU needs it.
 SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the administration routes
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes a part of the machine's memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
     "OMP_NUM_THREADS": "1",
@@ -78,17 +80,9 @@ SETTINGS = {
 }
 REMOVED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_PLUGINS")
 FOREIGN = ("DYN_", "ETCD_", "NATS_")
-# `vllm serve` looks for a distribution called vllm, which the CPU build is not.
-MODULE = "vllm.entrypoints.openai.api_server"
-FLAGS = (
-    "--host=127.0.0.1",
-    "--served-model-name=tiny",
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=4096",
-    "--enable-scale-out",
-    '--weight-transfer-config={"backend": "genapi_gloo"}',
-)
+
+
+Launch = vllm.Launch | sglang.Launch | dynamo.Launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,35 +100,36 @@ class Face:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(Face):
-    """How servers of one engine are started.
+    """How servers of one engine are started: as `genapi.launch` starts them.
 
     Attributes:
-        module: what Python runs.
-        model_flag: what names the model's folder.
-        flags: of every server.
-        variables: of a server's environment, by its own folder and its model's.
+        kind: the engine's launch, which has the command line and the variables.
+        fields: of a launch on a machine without a GPU.
     """
 
-    module: str
-    model_flag: str
-    flags: tuple[str, ...]
-    variables: Callable[[pathlib.Path, pathlib.Path], Mapping[str, str]]
+    kind: type[Launch]
+    fields: Mapping[str, Any]
 
-
-def _vllm_variables(folder: pathlib.Path, model: pathlib.Path) -> Mapping[str, str]:
-    return SETTINGS | {
-        "VLLM_CONFIG_ROOT": str(folder / "vllm"),
-        # What the first server finds out about the model's class takes each other one 10 s.
-        "VLLM_CACHE_ROOT": str(model.parent / "vllm"),
-    }
+    def launch(self, environment: pathlib.Path, model: pathlib.Path, **more: Any) -> Launch:
+        """Servers of a tiny model."""
+        fields: dict[str, Any] = {
+            "model": str(model),
+            "model_name": "tiny",
+            "python": str(environment / "bin" / "python"),
+            "dtype": "float32",
+            "max_model_len": 4096,
+            **self.fields,
+        }
+        # What the first server finds out about the model's class takes each other one of vLLM 10 s.
+        cache = {"VLLM_CACHE_ROOT": str(model.parent / self.scheme)}
+        fields["environment"] = cache | fields["environment"]
+        return self.kind.model_validate(fields | more)
 
 
 VLLM = Engine(
     scheme="vllm",
-    module=MODULE,
-    model_flag="--model",
-    flags=FLAGS,
-    variables=_vllm_variables,
+    kind=vllm.Launch,
+    fields={"enforce_eager": True, "environment": SETTINGS},
     ready="/health",
 )
 
@@ -321,13 +316,15 @@ def start(
 
     Without `port` it gets one that is free.
     """
-    port = port or free_port()
-    own = (f"{engine.model_flag}={model}", f"--port={port}")
+    place = Place(folder=str(folder), ports={"http": port or free_port()}, shared=str(folder))
+    launch = engine.launch(environment, model)
+    (component,) = launch.plan(dict.fromkeys(launch.worker_names, place)).components
+    variables = {name: str(value) for name, value in component.environment.items()}
     return spawn(
-        (str(environment / "bin" / "python"), "-m", engine.module, *own, *engine.flags, *flags),
-        f"http://127.0.0.1:{port}",
+        (*component.argv, *flags),
+        component.url,
         folder=folder,
-        variables=engine.variables(folder, model),
+        variables={"VLLM_CONFIG_ROOT": str(folder / "vllm"), **variables},
         face=engine,
     )
 

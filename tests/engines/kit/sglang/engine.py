@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
-
+from genapi.providers import sglang
 from tests.engines.kit.server import STAND_INS, Engine
 
 __all__ = ("SGLANG",)
@@ -18,12 +17,8 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 FLAGS = (
-    "--host=127.0.0.1",
-    "--served-model-name=tiny",
     "--device=cpu",
     "--attention-backend=torch_native",
-    "--dtype=float32",
-    "--context-length=4096",
     "--max-total-tokens=16384",
     "--mem-fraction-static=0.2",
     "--disable-overlap-schedule",
@@ -32,17 +27,9 @@ FLAGS = (
 )
 
 
-def _variables(folder: pathlib.Path, _: pathlib.Path) -> dict[str, str]:
-    # A file, where the ranks' own store would listen at every interface.
-    meeting = f"file://{folder / 'rendezvous'}"
-    return SETTINGS | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting}
-
-
 SGLANG = Engine(
     scheme="sglang",
-    module="sglang.launch_server",
-    model_flag="--model-path",
-    flags=FLAGS,
-    variables=_variables,
+    kind=sglang.Launch,
+    fields={"flags": FLAGS, "environment": SETTINGS},
     ready="/ready",  # /health generates
 )
