@@ -27,6 +27,7 @@ from genapi.providers.dynamo.admin import (
 from genapi.providers.dynamo.routes import LOAD, Family, no_files
 from genapi.providers.dynamo.verdicts import answer_of
 from genapi.providers.shapes.answers import unreadable
+from genapi.providers.shapes.loads import WholeLoad
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -41,7 +42,7 @@ from genapi.publication.evidence import (
 from genapi.publication.plan import PausePlan
 from genapi.publication.rules import FILE_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
-from genapi.wire.flow import Flow, call, nothing_to_ask
+from genapi.wire.flow import Flow, call
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "files_of")
@@ -158,35 +159,21 @@ def files_of(facts: WorkerFacts | None) -> Admin:
             raise UnsupportedError(f"{who} cannot be told to load files: {reason}")
 
 
-class _Files(DynamoWorker):
+class _Files(WholeLoad, DynamoWorker):
     """What all families do alike, where they load weights from files."""
 
     verdicts = _VERDICTS
-    finish_sets_label = False
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
         """Refuse a worker that cannot be told to load; it needs no backend."""
         del backend
         self.check_server(plan, facts, receives="files")
 
-    def begin(self) -> Flow[Answer]:
-        """Nothing has to be opened."""
-        return nothing_to_ask(Answer(Observed.DONE))
-
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Load the directory `weights_path`; answers when every rank has loaded it."""
         del attachment
         path: str = update_info["weights_path"]
         return unreadable((yield from self._load(path)), path)
-
-    def finish(self, label: str | None) -> Flow[Answer]:
-        """Nothing has to be closed; the label is a call of its own."""
-        del label
-        return nothing_to_ask(Answer(Observed.DONE))
-
-    def close(self) -> Flow[Answer]:
-        """Nothing is open."""
-        return nothing_to_ask(Answer(Observed.DONE))
 
     @abstractmethod
     def _load(self, path: str) -> Flow[Answer]: ...

@@ -16,6 +16,7 @@ from genapi.providers.base import WorkerFacts
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.verdicts import answer_of
 from genapi.providers.shapes.answers import unreadable
+from genapi.providers.shapes.loads import WholeLoad
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -30,7 +31,7 @@ from genapi.publication.evidence import (
 from genapi.publication.plan import PausePlan
 from genapi.publication.rules import FILE_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
-from genapi.wire.flow import Flow, call, nothing_to_ask
+from genapi.wire.flow import Flow, call
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "SGLangFiles")
@@ -128,7 +129,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-class SGLangFiles(SGLangAdmin):
+class SGLangFiles(WholeLoad, SGLangAdmin):
     """The operations of one worker as flows, where it loads weights from files."""
 
     verdicts: Mapping[Seen, Verdict] = verdicts_of(ROWS)
@@ -137,10 +138,6 @@ class SGLangFiles(SGLangAdmin):
         """Refuse a worker that cannot be published to; it needs no backend and no rank."""
         del backend
         self.check_server(plan, facts, receives="files")
-
-    def begin(self) -> Flow[Answer]:
-        """Nothing has to be opened."""
-        return nothing_to_ask(Answer(Observed.DONE))
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Load the directory `weights_path`; answers when every replica has loaded it."""
@@ -168,12 +165,3 @@ class SGLangFiles(SGLangAdmin):
             )
         )
         return unreadable(answer_of(Op.UPDATE, reply), path)
-
-    def finish(self, label: str | None) -> Flow[Answer]:
-        """Nothing has to be closed; the label is a call of its own."""
-        del label
-        return nothing_to_ask(Answer(Observed.DONE))
-
-    def close(self) -> Flow[Answer]:
-        """Nothing is open."""
-        return nothing_to_ask(Answer(Observed.DONE))

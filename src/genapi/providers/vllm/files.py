@@ -15,6 +15,7 @@ from typing import Any
 
 from genapi.providers.base import WorkerFacts
 from genapi.providers.shapes.answers import in_need_of_sessions, unreadable
+from genapi.providers.shapes.loads import WholeLoad
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.verdicts import answer_of
 from genapi.publication.evidence import (
@@ -31,7 +32,7 @@ from genapi.publication.evidence import (
 from genapi.publication.plan import PausePlan
 from genapi.publication.rules import FILE_RULES
 from genapi.types.worker import Evidence, Outcome, Recovery
-from genapi.wire.flow import Flow, call, nothing_to_ask
+from genapi.wire.flow import Flow, call
 from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "VLLMFiles")
@@ -137,11 +138,10 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-class VLLMFiles(VLLMAdmin):
+class VLLMFiles(WholeLoad, VLLMAdmin):
     """The operations of one worker as flows, where it loads weights from files."""
 
     verdicts: Mapping[Seen, Verdict] = verdicts_of(ROWS)
-    finish_sets_label = False
 
     def check(self, plan: PausePlan, facts: WorkerFacts, *, backend: str) -> None:
         """Refuse a worker that cannot be published to; it needs no backend."""
@@ -151,10 +151,6 @@ class VLLMFiles(VLLMAdmin):
     def heal(self) -> Flow[Answer]:
         """Close what an earlier publication left, where the server has sessions to do it with."""
         return in_need_of_sessions((yield from super().heal()))
-
-    def begin(self) -> Flow[Answer]:
-        """Nothing has to be opened."""
-        return nothing_to_ask(Answer(Observed.DONE))
 
     def update(self, update_info: Mapping[str, Any], *, attachment: object | None) -> Flow[Answer]:
         """Load the directory `weights_path`; answers when every rank has loaded it."""
@@ -170,12 +166,3 @@ class VLLMFiles(VLLMAdmin):
             HTTPCall(method="POST", path="/collective_rpc", body=json_body(body))
         )
         return unreadable(answer_of(Op.UPDATE, reply), path)
-
-    def finish(self, label: str | None) -> Flow[Answer]:
-        """Nothing has to be closed; the label is a call of its own."""
-        del label
-        return nothing_to_ask(Answer(Observed.DONE))
-
-    def close(self) -> Flow[Answer]:
-        """Nothing is open."""
-        return nothing_to_ask(Answer(Observed.DONE))
