@@ -95,7 +95,7 @@ def test_whatever_a_failing_machine_kept_what_is_marked_is_whole(at: int, seed: 
     anyio.run(write, disk, FIRST)
     assert content(disk, FIRST) == whole
     for name in disk.names(DIR):
-        assert disk.is_file(DIR / name / "STABLE")
+        assert disk.is_file(DIR / name / "STABLE") or not disk.names(DIR / name)
 
 
 @given(at=st.integers(1, STEPS), number=st.sampled_from([5, 28]))
@@ -110,7 +110,7 @@ def test_whatever_the_system_refuses_is_an_error_and_leaves_nothing_unmarked(
         assert "/weights" in str(error)  # noqa: PT017 - it may also have been got over
     anyio.run(write, disk, FIRST)
     for name in disk.names(DIR):
-        assert disk.is_file(DIR / name / "STABLE")
+        assert disk.is_file(DIR / name / "STABLE") or not disk.names(DIR / name)
 
 
 versions = st.builds(

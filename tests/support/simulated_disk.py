@@ -84,6 +84,11 @@ class SimulatedDisk:
         self._step()
         return isinstance(self._found(path), _Directory)
 
+    def is_link(self, path: Path) -> bool:
+        self._step()
+        self._found(path)
+        return False
+
     def make_directory(self, path: Path) -> None:
         self._step()
         above = self._directory(path.parent)
@@ -117,9 +122,11 @@ class SimulatedDisk:
         self._open.pop(file, None)
         self._locked.pop(file, None)
 
-    def lock(self, path: Path) -> int | None:
+    def lock(self, path: Path, *, make: bool = True) -> int | None:
         self._step()
         above = self._directory(path.parent)
+        if not make:
+            self._find(path)
         file = above.names.setdefault(path.name, _File())
         assert isinstance(file, _File)
         if file in self._locked.values():

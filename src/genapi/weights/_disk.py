@@ -36,6 +36,10 @@ class Disk(Protocol):
         """Whether there is such a directory."""
         ...
 
+    def is_link(self, path: Path) -> bool:
+        """Whether that name stands for another place."""
+        ...
+
     def make_directory(self, path: Path) -> None:
         """Make one that is not there; the one above it is."""
         ...
@@ -56,8 +60,13 @@ class Disk(Protocol):
         """Close it, and let go of its lock."""
         ...
 
-    def lock(self, path: Path) -> int | None:
-        """A file, made where it is missing, that nobody else has locked; None = somebody may."""
+    def lock(self, path: Path, *, make: bool = True) -> int | None:
+        """A file that nobody else has locked; None = somebody may.
+
+        Args:
+            path: its name, which is no link.
+            make: whether it is made where it is missing.
+        """
         ...
 
     def rename(self, old: Path, new: Path) -> None:
@@ -97,6 +106,10 @@ class PosixDisk:
         """Whether there is such a directory."""
         return path.is_dir()
 
+    def is_link(self, path: Path) -> bool:
+        """Whether that name stands for another place."""
+        return path.is_symlink()
+
     def make_directory(self, path: Path) -> None:
         """Make one that is not there."""
         path.mkdir()
@@ -120,9 +133,10 @@ class PosixDisk:
         """Close it, and let go of its lock."""
         os.close(file)
 
-    def lock(self, path: Path) -> int | None:
+    def lock(self, path: Path, *, make: bool = True) -> int | None:
         """A file that nobody else has locked, which ends with this process at the latest."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
+        file = os.open(path, how, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

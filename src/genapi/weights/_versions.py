@@ -6,7 +6,9 @@
         .writing      the first file there, locked by whoever writes; free, and no marker: left
 
 The rule of this file: it blocks, in a thread of its own, and at every moment the marker is there
-only if all that it vouches for is durable. So the marker comes last and goes first.
+only if all that it vouches for is durable. So the marker comes last and goes first. And at every
+moment one of the two is there, durably, beside anything else: a directory that has neither, or is a
+link, is not genapi's and stays as it is.
 """
 
 import re
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from genapi.errors import TransportError
+from genapi.errors import ConfigError, TransportError
 from genapi.publication.digest import manifest_digest
 from genapi.types.policy import PolicyVersion
 from genapi.weights._disk import Disk
@@ -61,28 +63,40 @@ class Versions:
             self._disk.make_directory(self._directory)
             self._disk.sync_directory(self._directory.parent)
         for version in self._found():
-            if not self._is_stable(version):
-                self._remove_if_left(version)
+            self._remove_if_left(version)
 
     def draft(
         self, version: PolicyVersion, manifest: Sequence[TensorMeta], *, shard_bytes: int
     ) -> "Draft":
-        """Begin to write a version; one of the same name is removed first."""
+        """Begin to write a version; one of the same name is removed first.
+
+        Raises:
+            ConfigError: what has its name is not genapi's.
+        """
         place = self._directory / name_of(version)
         for _ in range(_TRIES):
             if place.name in self._disk.names(self._directory):
+                self._check_own(place)
                 self._remove(version)
             self._disk.make_directory(place)
             try:
                 lock = self._disk.lock(place / _LOCK)
             except FileNotFoundError:
                 continue  # taken for one that was left behind, and removed
-            return Draft(self._disk, place, manifest, shard_bytes=shard_bytes, lock=lock)
+            draft = Draft(self._disk, place, manifest, shard_bytes=shard_bytes, lock=lock)
+            try:
+                self._disk.sync_directory(place)
+            except BaseException:
+                draft.let_go()
+                raise
+            return draft
         raise TransportError(f"{place} is removed again and again", phase="not_sent")
 
     def discard(self, version: PolicyVersion) -> None:
         """Remove a version, if it is there."""
-        if name_of(version) in self._disk.names(self._directory):
+        place = self._directory / name_of(version)
+        if place.name in self._disk.names(self._directory):
+            self._check_own(place)
             self._remove(version)
 
     def stable(self) -> list[PolicyVersion]:
@@ -107,33 +121,58 @@ class Versions:
         return [version for version in found if version is not None]
 
     def _is_stable(self, version: PolicyVersion) -> bool:
-        return self._disk.is_file(self._directory / name_of(version) / MARKER)
+        place = self._directory / name_of(version)
+        return not self._disk.is_link(place) and self._disk.is_file(place / MARKER)
+
+    def _check_own(self, place: Path) -> None:
+        """Raise unless it is a directory that genapi has made, or that is empty."""
+        if self._disk.is_directory(place) and not self._disk.is_link(place):
+            names = self._disk.names(place)
+            if not names or MARKER in names or _LOCK in names:
+                return
+        raise ConfigError(
+            f"{place} is not genapi's, and in the way of the version of that name: move it away, "
+            "or publish under another run= or into another directory"
+        )
 
     def _remove_if_left(self, version: PolicyVersion) -> None:
+        """Remove one that is neither marked nor being written, where that can be known and done."""
         place = self._directory / name_of(version)
+        lock = None
         try:
-            if not self._disk.names(place):
-                self._disk.remove_directory(place)  # of a writer that is about to lock it, too
+            if self._disk.is_link(place) or self._is_stable(version):
                 return
-            lock = self._disk.lock(place / _LOCK)
+            lock = self._disk.lock(place / _LOCK, make=False)
+            if lock is not None and not self._is_stable(version):
+                _remove(self._disk, place)
         except OSError:
             return
-        if lock is None:
-            return
-        try:
-            if not self._is_stable(version):
-                self._remove(version)
         finally:
-            self._disk.close(lock)
+            if lock is not None:
+                self._disk.close(lock)
 
     def _remove(self, version: PolicyVersion) -> None:
+        """Remove one that is genapi's."""
         place = self._directory / name_of(version)
-        self._disk.remove(place / MARKER)
-        self._disk.sync_directory(place)
-        names = self._disk.names(place)
-        for name in sorted(names, key=lambda name: name == _LOCK):
-            self._disk.remove(place / name)
-        self._disk.remove_directory(place)
+        lock = self._disk.lock(place / _LOCK)
+        try:
+            _remove(self._disk, place)
+        finally:
+            if lock is not None:
+                self._disk.close(lock)
+
+
+def _remove(disk: Disk, place: Path) -> None:
+    """Remove a directory whose `.writing` is locked, and says whose it is to the last."""
+    disk.sync_directory(place)
+    disk.remove(place / MARKER)
+    disk.sync_directory(place)
+    for name in disk.names(place):
+        if name != _LOCK:
+            disk.remove(place / name)
+    disk.sync_directory(place)
+    disk.remove(place / _LOCK)
+    disk.remove_directory(place)
 
 
 def removable(
@@ -217,7 +256,8 @@ class Draft:
             self._write(_DRAFT, self._digest.encode() + b"\n")
             self._disk.rename(self._place / _DRAFT, self._place / MARKER)
             self._disk.sync_directory(self._place)
-            self._let_go()
+            self._disk.remove(self._place / _LOCK)
+            self.let_go()
 
     def discard(self) -> None:
         """Remove it, marked or not, so that it takes no space; waits for whoever writes."""
@@ -225,14 +265,10 @@ class Draft:
             file, self._open = self._open, None
             if file is not None:
                 self._disk.close(file)
-            names = self._disk.names(self._place)
-            if MARKER in names:
-                self._disk.remove(self._place / MARKER)
-                self._disk.sync_directory(self._place)
-            for name in sorted(names, key=lambda name: name == _LOCK):
-                self._disk.remove(self._place / name)
-            self._let_go()
-            self._disk.remove_directory(self._place)
+            if self._lock is None:
+                self._lock = self._disk.lock(self._place / _LOCK)
+            _remove(self._disk, self._place)
+            self.let_go()
 
     def _write(self, name: str, content: bytes) -> None:
         self._open = self._disk.create(self._place / name)
@@ -251,8 +287,8 @@ class Draft:
         self._open = None
         self._disk.close(file)
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Leave what is there to whoever comes next."""
         lock, self._lock = self._lock, None
-        self._disk.remove(self._place / _LOCK)
         if lock is not None:
             self._disk.close(lock)

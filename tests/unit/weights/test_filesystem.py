@@ -191,12 +191,64 @@ async def test_what_a_writer_left_behind_is_removed_and_what_one_is_writing_is_n
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     (left / ".writing").touch()
-    (tmp_path / "other-4-1").mkdir()
     at_work = Versions(tmp_path, PosixDisk()).draft(TWO, metas_of(SOME), shard_bytes=1)
     await write(Filesystem(tmp_path))
     assert folders(tmp_path) == ["r-1-1", "r-2-1"]
     at_work.discard()
     assert folders(tmp_path) == ["r-1-1"]
+
+
+def everything(place: pathlib.Path) -> dict[str, bytes | None]:
+    """Each path below, and what is in it where it is a file."""
+    return {
+        str(path.relative_to(place)): path.read_bytes() if path.is_file() else None
+        for path in sorted(place.rglob("*"))
+    }
+
+
+async def test_folders_that_are_not_genapis_stay_as_they_are_whatever_they_are_called(
+    tmp_path: pathlib.Path,
+) -> None:
+    place, elsewhere = tmp_path / "w", tmp_path / "elsewhere"
+    for folder in (place / "llama-3-8", place / "run-2-1" / "sub", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("the only copy")
+    (elsewhere / "STABLE").write_text("of another tool")
+    (place / "empty-1-1").mkdir()
+    (place / "file-1-1").write_text("a file")
+    (place / "exp-1-1").symlink_to(elsewhere)
+    (place / "r-0-1").symlink_to(elsewhere)
+    (place / "gone-1-1").symlink_to(tmp_path / "gone")
+    before, outside = everything(place), everything(elsewhere)
+    store = Filesystem(place)
+    await write(store, version=ONE)
+    await write(store, version=TWO)
+    await store.tidy(TWO, frozenset())
+    after = everything(place)
+    assert {name: after.get(name, "removed") for name in before} == before
+    assert everything(elsewhere) == outside
+    assert sorted({name.split("/")[0] for name in after} - set(before)) == ["r-2-1"]
+
+
+@pytest.mark.parametrize("what", ["folder", "link", "file"])
+async def test_what_is_in_the_way_of_a_version_and_not_genapis_is_refused_and_stays(
+    what: str, tmp_path: pathlib.Path
+) -> None:
+    place, elsewhere = tmp_path / "w" / "r-1-1", tmp_path / "elsewhere"
+    for folder in (elsewhere, place.parent if what != "folder" else place):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("the only copy")
+    if what == "link":
+        place.symlink_to(elsewhere)
+    elif what == "file":
+        place.write_text("a file")
+    before = everything(tmp_path)
+    store = Filesystem(place.parent)
+    with pytest.raises(ConfigError, match=r"r-1-1 is not genapi's, .*move it away"):
+        await write(store)
+    with pytest.raises(ConfigError, match="not genapi's"):
+        await store.discard(ONE)
+    assert everything(tmp_path) == before
 
 
 KILLED = """
@@ -293,9 +345,9 @@ class Held(PosixDisk):
         self._hold("begin")
         return super().free(path)
 
-    def lock(self, path: pathlib.Path) -> int | None:
+    def lock(self, path: pathlib.Path, *, make: bool = True) -> int | None:
         try:
-            return super().lock(path)
+            return super().lock(path, make=make)
         finally:
             self.locked.set()
 
