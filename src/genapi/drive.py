@@ -537,8 +537,12 @@ class Drive:
         self._check_manifest()
         self._transport.check(self._stage.manifest, in_process=in_process)
         if isinstance(self._transport, WeightStore):
-            written = self._written()
-            self._path = await self._transport.write(self._version, self._stage.manifest, written)
+            self._path = await self._transport.write(
+                self._version,
+                self._stage.manifest,
+                self._written(),
+                supersedes=self._ledger.is_held,
+            )
             return False
         buckets = plan_buckets(
             [meta.nbytes for meta in self._stage.manifest],

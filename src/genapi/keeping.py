@@ -6,6 +6,8 @@ publication.
 """
 
 from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -73,6 +75,18 @@ class Keeping:
         self._failed.add(version)
         with anyio.CancelScope(shield=True):
             await self._remove(version, self._sweep)
+
+    async def taken(self) -> AbstractSet[PolicyVersion]:
+        """Versions whose names are taken in the store; what it does not tell, writing will."""
+        found: AbstractSet[PolicyVersion] = frozenset()
+        with anyio.move_on_after(self._limit_s), suppress(GenAPIError):
+            found = await self._store.taken()
+        return found
+
+    async def release(self) -> None:
+        """Let other publishers have the store."""
+        with anyio.move_on_after(self._limit_s, shield=True), suppress(GenAPIError):
+            await self._store.close()
 
     @property
     def has_failed(self) -> bool:

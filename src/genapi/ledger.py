@@ -49,6 +49,11 @@ class Ledger:
         return await self._lease.check()
 
     @property
+    def is_held(self) -> bool:
+        """Whether there is a board, which says that no other publisher counts."""
+        return self._lease is not None
+
+    @property
     def target(self) -> PolicyVersion | None:
         """The version that a publication which did not commit was moving workers to."""
         return self._lease.state.target if self._lease is not None else None

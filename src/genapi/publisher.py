@@ -169,7 +169,7 @@ class WeightPublisher:
         ids = PROBE_IDS if probe_ids is None else _probe_ids(probe_ids)
         self._probe = Probe(ids, tolerance=probe_tolerance, max_gap=probe_max_gap)
         self._fleet = fleet
-        self._given = self._transport = _checked(transport)
+        self._given = self._transport = _opened(transport)
         self._admin_of = partial(
             fleet.provider.administer, files=isinstance(self._transport, WeightStore)
         )
@@ -179,6 +179,7 @@ class WeightPublisher:
         self._groups: tuple[Group, ...] = ()
         self._max_workers_per_group = max_workers_per_group
         self._attempts: dict[int, int] = {}
+        self._stored: AbstractSet[PolicyVersion] = frozenset()
         self._manifest: tuple[TensorMeta, ...] | None = None
         self._ledger = Ledger(fleet.board)
         self._min_workers = min_workers
@@ -229,7 +230,9 @@ class WeightPublisher:
         last, self._last = self._last, None
         if final and last is not None:
             await self._finish(last)
-        await self._tidy_up()
+        if self._keeping is not None:
+            await self._tidy_up()
+            await self._keeping.release()
         groups, self._groups = self._groups, ()
         members = {w for group in groups if group.sender is not None for w in group.ranks.offsets}
         try:
@@ -422,6 +425,7 @@ class WeightPublisher:
         serve = self._min_workers is not None
         everyone = await self._everyone(fresh=serve)
         self._check_listed()
+        self._stored = await self._keeping.taken() if self._keeping is not None else frozenset()
         version = self._version_to_publish(step, everyone)
         if version.attempt > 1 and not serve:
             # Somebody else may have finished the step since this process read the workers.
@@ -624,6 +628,7 @@ class WeightPublisher:
         labels = [m.facts.label for m in members.values() if m.facts is not None]
         begun = [parse_updating_label(label, run=run) for label in labels]
         begun.append(self._ledger.target)
+        begun.extend(self._stored)
         others = [v.attempt for v in begun if v is not None and (v.run, v.step) == (run, number)]
         return max([self._attempts.get(number, 0), *others])
 
@@ -710,9 +715,12 @@ class WeightPublisher:
         return report
 
 
-def _checked(transport: WeightTransport) -> GroupTransport | WeightStore:
-    if isinstance(transport, GroupTransport | WeightStore) and not isinstance(transport, type):
-        return transport
+def _opened(transport: WeightTransport) -> GroupTransport | WeightStore:
+    if not isinstance(transport, type):
+        if isinstance(transport, GroupTransport):
+            return transport
+        if isinstance(transport, WeightStore):
+            return transport.opened()
     raise ConfigError(
         f"transport={transport!r} is no weight transport: pass genapi.weights.Gloo(), "
         "Memory() or Filesystem(dir)"

@@ -139,7 +139,7 @@ def source(step: int) -> genapi.weights.WeightSource:
 
 
 def versions(folder: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
 async def failed(p: WeightPublisher, step: int) -> PublishReport:
@@ -571,12 +571,55 @@ async def test_a_publisher_that_was_superseded_leaves_the_other_ones_files_alone
         await two.wait_ready(timeout_s=5)
 
         async def take_over() -> None:
-            assert (await second.publish(1, source(1))).version.attempt == 1
+            # Names and files of the other one stay its own, for as long as it lives.
+            assert (await second.publish(1, source(1))).version.attempt == 2
 
         transport.before_pause = take_over
         with pytest.raises(genapi.SupersededError):
             await first.publish(1, source(1))
-        assert (tmp_path / "r-1-1" / "STABLE").exists()
+        for step in (2, 3):
+            assert (await second.publish(step, source(step))).committed
+        assert versions(tmp_path) == ["r-1-1", "r-3-1"]
+        await first.aclose()
+        assert (await second.publish(4, source(4))).committed
+        assert versions(tmp_path) == ["r-4-1"]
+        await second.aclose()
+
+
+async def test_a_publisher_is_refused_where_another_one_that_lives_publishes_the_same_run(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as a, rig(protocol) as b:
+        async with publisher(a, Filesystem(tmp_path)) as first:
+            assert (await first.publish(1, source(1))).committed
+            async with publisher(b, Filesystem(tmp_path)) as second:
+                report = await failed(second, 1)
+                assert "another publisher of this process" in str(report.error)
+                assert "another run=" in str(report.error)
+                assert [x.outcome for x in report.receipts] == [Outcome.UNTOUCHED] * 2
+                assert b.phases == ["preflight", "stage"]
+                assert versions(tmp_path) == ["r-1-1"]
+            assert (await first.publish(2, source(2))).committed
+        # Once the first is gone, its names stay its own.
+        async with publisher(b, Filesystem(tmp_path)) as second:
+            assert (await second.publish(2, source(3))).version.attempt == 2
+            for session in "abcdefgh":
+                reply = await b.fleet.generate(request(session=session))
+                assert reply.output.token_ids == greedy(3, PROMPT, 8)
+        await a.serves(2)
+
+
+async def test_a_trainer_that_died_after_it_marked_a_version_publishes_it_as_the_next_attempt(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
+        (tmp_path / "r-1-1").mkdir()
+        (tmp_path / "r-1-1" / "STABLE").touch()
+        (tmp_path / "r-1-2").mkdir()
+        (tmp_path / "r-1-2" / "mine").write_text("not genapi's")
+        assert (await p.publish(1, source(1))).version.attempt == 3
+        await r.serves(1)
+        assert versions(tmp_path) == ["r-1-2", "r-1-3"]
 
 
 async def test_files_of_a_failed_attempt_that_cannot_be_removed_are_told(

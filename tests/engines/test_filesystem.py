@@ -185,7 +185,7 @@ class Case:
         place = self.cut
 
         def cut(_: Server) -> None:
-            (version,) = folder.iterdir()
+            (version,) = folder.glob("[!.]*")
             file = sorted(version.glob("*.safetensors"))[place]
             file.write_bytes(file.read_bytes()[:-1000])
 
@@ -399,7 +399,8 @@ async def test_a_name_that_sglang_does_not_know_is_ignored_in_files_as_well(
         judge = Judge(oracle, {1: models.seed1})
         judge.check(await fleet.generate(request()), PROMPT)
         judge.close()
-        other = genapi.WeightPublisher(fleet, transport=Filesystem(tmp_path), timeouts=LIMITS)
+        files = Filesystem(tmp_path / "other")  # a run has one publisher in a directory
+        other = genapi.WeightPublisher(fleet, transport=files, timeouts=LIMITS)
         await leads_back(other, fleet, models, oracle)
 
 
@@ -443,7 +444,7 @@ async def test_a_trainer_killed_while_workers_load_leaves_what_the_next_one_heal
 ) -> None:
     where = (target(*pair), str(models.seed1), str(tmp_path / "w"), LOAD[name])
     await anyio.to_thread.run_sync(die_in_mid_load, *where)
-    assert [path.name for path in (tmp_path / "w").iterdir()] == ["dying-1-1"]
+    assert [path.name for path in (tmp_path / "w").glob("[!.]*")] == ["dying-1-1"]
     async with genapi.connect(target(*pair), run="dying") as fleet:
         await fleet.wait_ready(timeout_s=60)
         assert [w.paused for w in (await fleet.snapshot()).workers] == [True, True]

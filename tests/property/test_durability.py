@@ -13,7 +13,7 @@ import genapi
 from genapi import PolicyVersion
 from genapi.publication.digest import manifest_digest
 from genapi.weights import Filesystem, TensorMeta
-from genapi.weights._versions import Versions, removable, version_of
+from genapi.weights._versions import Versions, name_of, removable, version_of
 from genapi.weights.base import Bucket
 from tests.support.simulated_disk import PowerCut, SimulatedDisk
 from tests.support.weight_sources import metas, pairs
@@ -21,6 +21,7 @@ from tests.support.weight_sources import metas, pairs
 DIR = pathlib.Path("/weights")
 TENSORS = metas((3, 2), (5,), (), (0, 4), (2, 2))
 FIRST, SECOND = PolicyVersion(run="r", step=1), PolicyVersion(run="r", step=2)
+AGAIN = PolicyVersion(run="r", step=2, attempt=2)
 SHARD = 32
 
 
@@ -34,20 +35,44 @@ async def each(manifest: Sequence[TensorMeta]) -> AsyncIterator[Bucket]:
 
 
 async def write(disk: SimulatedDisk, version: PolicyVersion = FIRST) -> None:
-    place = await store(disk).write(version, TENSORS, each(TENSORS))
-    assert place == f"/weights/r-{version.step}-1"
+    one = store(disk)
+    try:
+        place = await one.write(version, TENSORS, each(TENSORS))
+    finally:
+        await one.close()
+    assert place == f"/weights/{name_of(version)}"
 
 
 async def publish_twice(disk: SimulatedDisk) -> None:
-    """Two versions, the second once more as after a restart, and the first removed."""
+    """Two versions, the second once more as after a restart, and what is older removed."""
     await write(disk)
     await write(disk, SECOND)
-    await write(disk, SECOND)
-    await store(disk).tidy(SECOND, {SECOND})
+    one = store(disk)
+    assert SECOND in await one.taken()
+    try:
+        await one.write(AGAIN, TENSORS, each(TENSORS))
+        await one.tidy(AGAIN, {AGAIN})
+    finally:
+        await one.close()
+
+
+async def write_next(disk: SimulatedDisk) -> PolicyVersion:
+    """Another attempt of the first step, whatever there is of it."""
+    taken = await store(disk).taken()
+    attempt = 1 + max([v.attempt for v in taken if v.step == FIRST.step], default=0)
+    version = FIRST.model_copy(update={"attempt": attempt})
+    await write(disk, version)
+    return version
+
+
+def folders(disk: SimulatedDisk) -> list[str]:
+    if not disk.is_directory(DIR):
+        return []
+    return [name for name in disk.names(DIR) if disk.is_directory(DIR / name)]
 
 
 def content(disk: SimulatedDisk, version: PolicyVersion) -> dict[str, bytes]:
-    place = DIR / f"r-{version.step}-1"
+    place = DIR / name_of(version)
     return {name: disk.read(place / name) for name in disk.names(place)}
 
 
@@ -83,8 +108,7 @@ def test_whatever_a_failing_machine_kept_what_is_marked_is_whole(at: int, seed: 
         anyio.run(publish_twice, disk)
     disk.restart(seed)
     whole = content(WHOLE, FIRST)
-    found = disk.names(DIR) if disk.is_directory(DIR) else []
-    for name in found:
+    for name in folders(disk):
         version = version_of(name)
         assert version is not None
         files = content(disk, version)
@@ -92,9 +116,8 @@ def test_whatever_a_failing_machine_kept_what_is_marked_is_whole(at: int, seed: 
             files.pop(".writing", None)
             assert files == whole
     # Whoever comes next removes what is not whole, and is not kept from writing.
-    anyio.run(write, disk, FIRST)
-    assert content(disk, FIRST) == whole
-    for name in disk.names(DIR):
+    assert content(disk, anyio.run(write_next, disk)) == whole
+    for name in folders(disk):
         assert disk.is_file(DIR / name / "STABLE") or not disk.names(DIR / name)
 
 
@@ -108,8 +131,8 @@ def test_whatever_the_system_refuses_is_an_error_and_leaves_nothing_unmarked(
         anyio.run(publish_twice, disk)
     except genapi.GenAPIError as error:
         assert "/weights" in str(error)  # noqa: PT017 - it may also have been got over
-    anyio.run(write, disk, FIRST)
-    for name in disk.names(DIR):
+    anyio.run(write_next, disk)
+    for name in folders(disk):
         assert disk.is_file(DIR / name / "STABLE") or not disk.names(DIR / name)
 
 

@@ -123,7 +123,7 @@ class RecordedCalls(MemoryTransport):
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
     ) -> HTTPReply:
-        if "pause" in call.path:
+        if "pause" in call.path and call.method == "POST":
             async with self._pausing:
                 first, self.before_pause = self.before_pause, None
                 if first is not None:

@@ -6,6 +6,7 @@ synced, each for itself.
 """
 
 import errno
+import itertools
 import os
 import random
 import threading
@@ -49,18 +50,21 @@ class SimulatedDisk:
         self.room = room
         self._root = _Directory()
         self._open: dict[int, _File] = {}
+        self._handles = itertools.count(3)
+        self._off = False
         self._locked: dict[int, _File] = {}
         self._one = threading.RLock()
 
     def restart(self, seed: int) -> None:
         """The machine is back with what was durable, and a random part of the rest."""
         chance = random.Random(seed)  # noqa: S311 - no secret
-        self.fails_at = None
+        self.fails_at, self._off = None, False
         self._open.clear()
         self._locked.clear()
         self._settle(self._root, chance)
 
     def read(self, path: Path) -> bytes:
+        """Part of `Disk` as well, and no step: nothing depends on what is read."""
         found = self._find(path)
         assert isinstance(found, _File)
         return found.content
@@ -118,9 +122,10 @@ class SimulatedDisk:
         self._open[file].durable = self._open[file].content
 
     def close(self, file: int) -> None:
-        self._step()
         self._open.pop(file, None)
         self._locked.pop(file, None)
+        if not self._off:
+            self._step()
 
     def lock(self, path: Path, *, make: bool = True) -> int | None:
         self._step()
@@ -130,7 +135,7 @@ class SimulatedDisk:
         file = above.names.setdefault(path.name, _File())
         assert isinstance(file, _File)
         if file in self._locked.values():
-            return None
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
         handle = self._handle(file)
         self._locked[handle] = file
         return handle
@@ -161,13 +166,14 @@ class SimulatedDisk:
     def _step(self) -> None:
         with self._one:
             if self.fails_at is not None and self.steps >= self.fails_at:
+                self._off = True
                 raise PowerCut
             self.steps += 1
             if self.steps == self.refuses_at:
                 raise OSError(self.refusal, os.strerror(self.refusal))
 
     def _handle(self, file: _File) -> int:
-        handle = max([2, *self._open]) + 1
+        handle = next(self._handles)
         self._open[handle] = file
         return handle
 

@@ -17,6 +17,25 @@ __all__ = ("Disk", "PosixDisk")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
+_locked: set[int] = set()
+
+
+def _keep_no_locks() -> None:
+    """In a process that was forked off: a lock is its parent's, and ends with it.
+
+    The numbers stay taken, so that whoever closes them closes nothing else.
+    """
+    if _locked:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for file in _locked:
+            os.dup2(nothing, file, inheritable=False)
+        os.close(nothing)
+        _locked.clear()
+
+
+os.register_at_fork(after_in_child=_keep_no_locks)
+
+
 class Disk(Protocol):
     """A file system. Every method raises `OSError` as the system call does."""
 
@@ -61,12 +80,19 @@ class Disk(Protocol):
         ...
 
     def lock(self, path: Path, *, make: bool = True) -> int | None:
-        """A file that nobody else has locked; None = somebody may.
+        """A file, locked until it is closed; None = this file system has no locks.
 
         Args:
             path: its name, which is no link.
             make: whether it is made where it is missing.
+
+        Raises:
+            BlockingIOError: somebody else has locked it.
         """
+        ...
+
+    def read(self, path: Path) -> bytes:
+        """All that a small file holds."""
         ...
 
     def rename(self, old: Path, new: Path) -> None:
@@ -131,18 +157,30 @@ class PosixDisk:
 
     def close(self, file: int) -> None:
         """Close it, and let go of its lock."""
+        _locked.discard(file)
         os.close(file)
 
     def lock(self, path: Path, *, make: bool = True) -> int | None:
         """A file that nobody else has locked, which ends with this process at the latest."""
         how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
-        file = os.open(path, how, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            return None
-        return file
+        while True:
+            file = os.open(path, how, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_called(file, path):
+                    _locked.add(file)
+                    return file
+            except BlockingIOError:
+                os.close(file)
+                raise
+            except OSError:
+                os.close(file)
+                return None
+            os.close(file)  # removed by who had it, between the two calls
+
+    def read(self, path: Path) -> bytes:
+        """All that a small file holds."""
+        return path.read_bytes()
 
     def rename(self, old: Path, new: Path) -> None:
         """Give a file the name of another, at once."""
@@ -167,3 +205,11 @@ class PosixDisk:
                 raise
         finally:
             os.close(directory)
+
+
+def _is_called(file: int, path: Path) -> bool:
+    """Whether an open file is what has that name still."""
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False

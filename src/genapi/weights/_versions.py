@@ -4,14 +4,18 @@
         model-00001-of-00002.safetensors ...   model.safetensors.index.json   config.json ...
         STABLE        the marker, with the digest of the manifest: everything else is durable
         .writing      the first file there, locked by whoever writes; free, and no marker: left
+    DIR/.<run>.publisher           locked by the publisher that lives, of all versions of that run
 
 The rule of this file: it blocks, in a thread of its own, and at every moment the marker is there
 only if all that it vouches for is durable. So the marker comes last and goes first. And at every
 moment one of the two is there, durably, beside anything else: a directory that has neither, or is a
-link, is not genapi's and stays as it is.
+link, is not genapi's and stays as it is. A name that is taken is never taken again.
 """
 
+import errno
+import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,7 +29,7 @@ from genapi.weights._layout import INDEX, index_of, plan_shards
 from genapi.weights._tensors import bytes_of
 from genapi.weights.base import Bucket, TensorMeta
 
-__all__ = ("MARKER", "Draft", "Versions", "name_of", "version_of")
+__all__ = ("MARKER", "Claims", "Draft", "Versions", "name_of", "version_of")
 
 MARKER = "STABLE"
 
@@ -42,6 +46,14 @@ def name_of(version: PolicyVersion) -> str:
     return f"{version.run}-{version.step}-{version.attempt}"
 
 
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _claim_of(run: str) -> str:
+    return f".{run}.publisher"
+
+
 def version_of(name: str) -> PolicyVersion | None:
     """The version that a directory of this name holds; None = it is no version's."""
     match = _NAME.fullmatch(name)
@@ -55,7 +67,7 @@ class Versions:
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
-        self._disk = disk
+        self._disk = self.disk = disk
 
     def prepare(self) -> None:
         """Make the directory, and remove what writers that died have left."""
@@ -68,35 +80,88 @@ class Versions:
     def draft(
         self, version: PolicyVersion, manifest: Sequence[TensorMeta], *, shard_bytes: int
     ) -> "Draft":
-        """Begin to write a version; one of the same name is removed first.
+        """Begin to write a version.
 
         Raises:
-            ConfigError: what has its name is not genapi's.
+            ConfigError: its name is taken.
         """
         place = self._directory / name_of(version)
         for _ in range(_TRIES):
-            if place.name in self._disk.names(self._directory):
-                self._check_own(place)
-                self._remove(version)
-            self._disk.make_directory(place)
+            try:
+                self._disk.make_directory(place)
+            except FileExistsError:
+                if not self._is_free(place):
+                    raise self._taken(place) from None
             try:
                 lock = self._disk.lock(place / _LOCK)
             except FileNotFoundError:
-                continue  # taken for one that was left behind, and removed
+                continue  # an empty one that somebody was removing
+            except BlockingIOError:
+                raise self._taken(place) from None
             draft = Draft(self._disk, place, manifest, shard_bytes=shard_bytes, lock=lock)
             try:
                 self._disk.sync_directory(place)
+                alone = self._disk.names(place) == [_LOCK]
             except BaseException:
                 draft.let_go()
                 raise
-            return draft
+            if alone:
+                return draft
+            draft.let_go()
+            raise self._taken(place)
         raise TransportError(f"{place} is removed again and again", phase="not_sent")
+
+    def claim(self, run: str) -> int | None:
+        """Take all versions of a run for one publisher, until the lock is closed.
+
+        Returns None where the file system has no locks.
+
+        Raises:
+            BlockingIOError: another publisher has them.
+        """
+        path = self._directory / _claim_of(run)
+        lock = self._disk.lock(path)
+        if lock is not None:
+            try:
+                self._disk.write(lock, f"{_this_process()}\n".encode(), 0)
+            except BaseException:
+                self._disk.close(lock)
+                raise
+        return lock
+
+    def claimant(self, run: str) -> str:
+        """Who has taken a run."""
+        path = self._directory / _claim_of(run)
+        try:
+            said = self._disk.read(path).decode(errors="replace").partition("\n")[0]
+        except OSError:
+            said = ""
+        if said == _this_process():
+            said = "another publisher of this process"
+        return f"{said or 'another process'} ({path})"
+
+    def let_go(self, run: str, lock: int) -> None:
+        """Give a run up that was taken."""
+        try:
+            self._disk.remove(self._directory / _claim_of(run))
+        finally:
+            self._disk.close(lock)
+
+    def taken(self) -> set[PolicyVersion]:
+        """Versions whose names are taken, by whatever it is, once what was left is removed."""
+        if not self._disk.is_directory(self._directory):
+            return set()
+        for version in self._found():
+            self._remove_if_left(version)
+        return {v for v in self._found() if not self._is_free(self._directory / name_of(v))}
 
     def discard(self, version: PolicyVersion) -> None:
         """Remove a version, if it is there."""
         place = self._directory / name_of(version)
         if place.name in self._disk.names(self._directory):
-            self._check_own(place)
+            names = self._names_in(place)
+            if names is None or (names and not {MARKER, _LOCK} & {*names}):
+                raise self._taken(place)
             self._remove(version)
 
     def stable(self) -> list[PolicyVersion]:
@@ -104,7 +169,12 @@ class Versions:
         return [version for version in self._found() if self._is_stable(version)]
 
     def tidy(
-        self, committed: PolicyVersion, *, needed: AbstractSet[PolicyVersion], keep: int
+        self,
+        committed: PolicyVersion,
+        *,
+        needed: AbstractSet[PolicyVersion],
+        keep: int,
+        among: AbstractSet[PolicyVersion] | None,
     ) -> None:
         """Remove versions of the same run but those of the newest `keep` steps up to `committed`.
 
@@ -112,9 +182,19 @@ class Versions:
             committed: what the fleet serves, which stays.
             needed: what a worker may be reading, which stays as well.
             keep: of how many steps the newest attempt stays, `committed` included.
+            among: the only ones to remove, as others are somebody else's; None = all may go.
         """
-        for version in removable(self.stable(), committed, needed=needed, keep=keep):
-            self._remove(version)
+        stable = [v for v in self.stable() if among is None or v in among]
+        failed: OSError | None = None
+        for version in removable(stable, committed, needed=needed, keep=keep):
+            try:
+                self._remove(version)
+            except BlockingIOError:
+                continue  # somebody else does
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _found(self) -> list[PolicyVersion]:
         found = map(version_of, self._disk.names(self._directory))
@@ -124,13 +204,26 @@ class Versions:
         place = self._directory / name_of(version)
         return not self._disk.is_link(place) and self._disk.is_file(place / MARKER)
 
-    def _check_own(self, place: Path) -> None:
-        """Raise unless it is a directory that genapi has made, or that is empty."""
-        if self._disk.is_directory(place) and not self._disk.is_link(place):
-            names = self._disk.names(place)
-            if not names or MARKER in names or _LOCK in names:
-                return
-        raise ConfigError(
+    def _names_in(self, place: Path) -> list[str] | None:
+        """What is in a directory; None = it is none."""
+        if self._disk.is_link(place) or not self._disk.is_directory(place):
+            return None
+        return self._disk.names(place)
+
+    def _is_free(self, place: Path) -> bool:
+        """Whether a version may be written there: an empty directory was left, or is nobody's."""
+        return self._names_in(place) == []
+
+    def _taken(self, place: Path) -> ConfigError:
+        """Why a version cannot be written there."""
+        names = self._names_in(place) or []
+        if MARKER in names:
+            why = "is a version already, which workers may be loading: publish another attempt of "
+            return ConfigError(f"{place} {why}the step, or the next one")
+        if _LOCK in names:
+            why = "is being written by somebody else, or was left by a writer that died: publish "
+            return ConfigError(f"{place} {why}another attempt of the step, or the next one")
+        return ConfigError(
             f"{place} is not genapi's, and in the way of the version of that name: move it away, "
             "or publish under another run= or into another directory"
         )
@@ -172,7 +265,50 @@ def _remove(disk: Disk, place: Path) -> None:
             disk.remove(place / name)
     disk.sync_directory(place)
     disk.remove(place / _LOCK)
-    disk.remove_directory(place)
+    try:
+        disk.remove_directory(place)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else writes there now
+            raise
+
+
+class Claims:
+    """Of which runs one publisher has all versions, and what it wrote itself.
+
+    Attributes:
+        held: runs whose versions are all its own.
+        written: versions that it wrote.
+    """
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.written: set[PolicyVersion] = set()
+        self._locks: dict[str, tuple[Disk, int]] = {}
+
+    def take(self, versions: Versions, run: str) -> bool:
+        """Take all versions of a run; whether no other publisher that lives has them."""
+        if run not in self.held:
+            try:
+                lock = versions.claim(run)
+            except BlockingIOError:
+                return False
+            if lock is not None:
+                self._locks[run] = (versions.disk, lock)
+            self.held.add(run)
+        return True
+
+    def close(self, versions: Versions) -> None:
+        """Give up what was taken."""
+        self.held.clear()
+        while self._locks:
+            run, (_, lock) = self._locks.popitem()
+            versions.let_go(run, lock)
+
+    def __del__(self) -> None:
+        """Of a publisher that is gone the file stays, and nobody holds it."""
+        while self._locks:
+            _, (disk, lock) = self._locks.popitem()
+            disk.close(lock)
 
 
 def removable(

@@ -265,11 +265,33 @@ class GroupTransport(WeightTransport, Protocol):
 class WeightStore(WeightTransport, Protocol):
     """Weights lie in a place that every worker can load them from, before anybody is paused."""
 
+    def opened(self) -> "WeightStore":
+        """This store as one publisher has it."""
+        ...
+
+    async def close(self) -> None:
+        """Let other publishers have it.
+
+        Raises:
+            GenAPIError: the store failed.
+        """
+        ...
+
+    async def taken(self) -> AbstractSet[PolicyVersion]:
+        """Versions that cannot be written any more.
+
+        Raises:
+            GenAPIError: the store failed.
+        """
+        ...
+
     async def write(
         self,
         version: PolicyVersion,
         manifest: Sequence[TensorMeta],
         buckets: AsyncIterable[Bucket],
+        *,
+        supersedes: bool = False,
     ) -> str:
         """Put one version there, durably; returns the path that workers are told to load.
 
@@ -279,6 +301,8 @@ class WeightStore(WeightTransport, Protocol):
             version: what the place is named after.
             manifest: every tensor.
             buckets: them, in that order.
+            supersedes: whether another publisher that has the store was superseded, as the board
+                says. What it wrote is left alone.
 
         Raises:
             ConfigError: it cannot be written there; the message names the remedy.

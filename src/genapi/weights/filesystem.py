@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
@@ -22,7 +22,7 @@ from genapi.types.policy import PolicyVersion
 from genapi.weights._disk import Disk, PosixDisk
 from genapi.weights._layout import check_storable
 from genapi.weights._threads import run_in_thread
-from genapi.weights._versions import Draft, Versions, name_of
+from genapi.weights._versions import Claims, Draft, Versions, name_of
 from genapi.weights.base import Bucket, TensorMeta, check_limits, check_whole
 
 __all__ = ("Filesystem",)
@@ -84,6 +84,7 @@ class Filesystem:
     bucket_bytes: int = 256 << 20
     bucket_tensors: int = 1024
     disk: Disk = field(default_factory=PosixDisk, repr=False, compare=False)
+    _claims: Claims = field(default_factory=Claims, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -111,21 +112,48 @@ class Filesystem:
         del in_process
         check_storable(manifest)
 
+    def opened(self) -> "Filesystem":
+        """This directory as one publisher has it, until it closes it or is gone."""
+        return replace(self)
+
+    async def close(self) -> None:
+        """Let other publishers publish the same run here."""
+        await self._in_thread(partial(self._claims.close, self._versions))
+
+    async def taken(self) -> AbstractSet[PolicyVersion]:
+        """Versions that cannot be written, because something has their names already.
+
+        Raises:
+            ConfigError: the directory cannot be read.
+            TransportError: the file system failed.
+        """
+        return await self._in_thread(self._versions.taken)
+
     async def write(
         self,
         version: PolicyVersion,
         manifest: Sequence[TensorMeta],
         buckets: AsyncIterable[Bucket],
+        *,
+        supersedes: bool = False,
     ) -> str:
         """Write one version, durably; the path that workers are told to load.
 
         Whatever goes wrong, and when it is cancelled, what was written is removed again.
 
+        Args:
+            version: what its directory is named after; none has that name yet.
+            manifest: every tensor.
+            buckets: them, in that order.
+            supersedes: whether to go on beside another publisher of the run that lives, as the
+                board says that it was superseded. What is not of this publisher then stays.
+
         Raises:
-            ConfigError: the directory cannot be written, is full, or `base` is no model directory.
+            ConfigError: the directory cannot be written, is full, `base` is no model directory, the
+                name is taken, or another publisher of the same run lives: it is named.
             TransportError: the file system failed.
         """
-        begun = _Begun(partial(self._begin, version, manifest))
+        begun = _Begun(partial(self._begin, version, manifest, supersedes=supersedes))
         try:
             draft = await self._in_thread(begun.make)
             async for bucket in buckets:
@@ -136,6 +164,7 @@ class Filesystem:
             with anyio.move_on_after(_GRACE_S, shield=True), suppress(OSError):
                 await run_in_thread(begun.discard, name="genapi-files-discard")
             raise
+        self._claims.written.add(version)
         return str(PurePosixPath(self.worker_dir or fspath(self.dir)) / name_of(version))
 
     async def discard(self, version: PolicyVersion) -> None:
@@ -158,13 +187,18 @@ class Filesystem:
             ConfigError: they may not be removed.
             TransportError: the file system failed.
         """
-        await self._in_thread(lambda: self._versions.tidy(committed, needed=needed, keep=self.keep))
+        claims = self._claims
+        among = None if committed.run in claims.held else frozenset(claims.written)
+        tidy = self._versions.tidy
+        await self._in_thread(partial(tidy, committed, needed=needed, keep=self.keep, among=among))
 
     @property
     def _versions(self) -> Versions:
         return Versions(Path(self.dir), self.disk)
 
-    def _begin(self, version: PolicyVersion, manifest: Sequence[TensorMeta]) -> Draft:
+    def _begin(
+        self, version: PolicyVersion, manifest: Sequence[TensorMeta], *, supersedes: bool
+    ) -> Draft:
         if self.base is not None and not self.disk.is_file(Path(self.base) / _CONFIG):
             raise ConfigError(
                 f"base={fspath(self.base)!r} is no model directory: it has no {_CONFIG}"
@@ -175,12 +209,19 @@ class Filesystem:
                 f"dir={fspath(self.dir)!r}: there is no directory {directory.parent}; create or "
                 "mount it"
             )
-        self._versions.prepare()
+        versions = self._versions
+        versions.prepare()
         total = sum(meta.nbytes for meta in manifest)
         free = self.disk.free(directory)
         if free < total:
             raise self._full(f"a version takes {total} bytes and {free} are free")
-        return self._versions.draft(version, manifest, shard_bytes=self.shard_bytes)
+        if not self._claims.take(versions, version.run) and not supersedes:
+            raise ConfigError(
+                f"dir={fspath(self.dir)!r}: {versions.claimant(version.run)} publishes run "
+                f"{version.run!r} there: stop or close it, publish under another run= or into "
+                "another directory, or share a board= with it to supersede it"
+            )
+        return versions.draft(version, manifest, shard_bytes=self.shard_bytes)
 
     def _finish(self, draft: Draft) -> None:
         draft.finish(self._beside())

@@ -109,7 +109,7 @@ def raw_of(tensor: Any) -> bytes:
 
 
 def folders(path: pathlib.Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
+    return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,7 @@ def everything(place: pathlib.Path) -> dict[str, bytes | None]:
     return {
         str(path.relative_to(place)): path.read_bytes() if path.is_file() else None
         for path in sorted(place.rglob("*"))
+        if path.name != ".r.publisher"
     }
 
 
@@ -251,6 +252,106 @@ async def test_what_is_in_the_way_of_a_version_and_not_genapis_is_refused_and_st
     assert everything(tmp_path) == before
 
 
+async def test_a_version_that_is_there_is_never_written_over(tmp_path: pathlib.Path) -> None:
+    await write(Filesystem(tmp_path))
+    before = everything(tmp_path)
+    heir = Filesystem(tmp_path)
+    assert await heir.taken() == {ONE}
+    with pytest.raises(ConfigError, match=r"r-1-1 is a version already, which workers may be load"):
+        await write(heir, {"a": np.zeros(3, np.float32)})
+    assert everything(tmp_path) == before
+
+
+async def test_a_version_that_somebody_is_writing_is_not_written_by_another(
+    tmp_path: pathlib.Path,
+) -> None:
+    at_work = Versions(tmp_path, PosixDisk()).draft(ONE, metas_of(SOME), shard_bytes=1)
+    heir = Filesystem(tmp_path)
+    assert await heir.taken() == {ONE}
+    with pytest.raises(ConfigError, match=r"r-1-1 is being written by somebody else"):
+        await write(heir)
+    at_work.discard()
+    assert await heir.taken() == frozenset()
+    await write(heir)
+
+
+async def test_a_run_has_one_publisher_in_a_directory_until_it_closes(
+    tmp_path: pathlib.Path,
+) -> None:
+    first, second = Filesystem(tmp_path).opened(), Filesystem(tmp_path).opened()
+    await write(first)
+    with pytest.raises(ConfigError, match=r"another publisher of this process .*run 'r' there: st"):
+        await write(second, version=TWO)
+    await write(second, version=PolicyVersion(run="other", step=1))
+    await first.close()
+    await write(second, version=TWO)
+    await second.close()
+    assert sorted(PosixDisk().names(tmp_path)) == ["other-1-1", "r-1-1", "r-2-1"]
+
+
+class Unlocked(PosixDisk):
+    """A file system without locks."""
+
+    def lock(self, path: pathlib.Path, *, make: bool = True) -> int | None:
+        path.touch()
+        return None
+
+
+async def test_without_locks_nobody_is_refused_and_nothing_is_written_over(
+    tmp_path: pathlib.Path,
+) -> None:
+    first, second = (Filesystem(tmp_path, disk=Unlocked()) for _ in range(2))
+    await write(first)
+    before = everything(tmp_path)
+    assert await second.taken() == {ONE}
+    with pytest.raises(ConfigError, match="is a version already"):
+        await write(second)
+    assert everything(tmp_path) == before
+    await write(second, version=TWO)
+    await first.close()
+    await second.close()
+    assert folders(tmp_path) == ["r-1-1", "r-2-1"]
+
+
+ORPHANED = """
+import os, sys
+import anyio
+from tests.unit.weights.test_filesystem import Filesystem, write
+
+store = Filesystem(sys.argv[1])
+anyio.run(write, store)
+print("written", flush=True)
+sys.stdin.readline()
+begun, beginning = os.pipe()
+if os.fork() == 0:
+    os.write(beginning, b"-")
+    sys.stdin.read()
+    os._exit(0)
+os.read(begun, 1)
+os.kill(os.getpid(), 9)
+"""
+
+
+async def test_a_publisher_is_named_while_its_process_lives_and_what_it_forked_holds_nothing(
+    tmp_path: pathlib.Path,
+) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with anyio.fail_after(30):
+        async with await anyio.open_process(
+            [sys.executable, "-c", ORPHANED, str(tmp_path)], env=environment
+        ) as other:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            assert (await other.stdout.receive()).startswith(b"written")
+            with pytest.raises(ConfigError, match=rf"process {other.pid} on .* publishes run 'r'"):
+                await write(Filesystem(tmp_path), version=TWO)
+            await other.stdin.send(b"\n")
+            assert await other.wait() == -9
+            await write(Filesystem(tmp_path), version=TWO)
+            await other.stdin.aclose()
+    assert folders(tmp_path) == ["r-1-1", "r-2-1"]
+
+
 KILLED = """
 import os, pathlib, signal, sys
 import anyio
@@ -292,8 +393,8 @@ async def test_a_writer_killed_at_any_step_leaves_no_marker_and_nothing_in_the_w
     marked = [(run / "r-1-1" / "STABLE").exists() for run in runs]
     assert marked == sorted(marked)
     assert not marked[0]
-    for run in runs:
-        place = await write(Filesystem(run, shard_bytes=8))
+    for run, is_marked in zip(runs, marked, strict=True):
+        place = run / "r-1-1" if is_marked else await write(Filesystem(run, shard_bytes=8))
         names = folders(place)
         assert names[0] == "STABLE"
         assert folders(run) == ["r-1-1"]
@@ -412,7 +513,7 @@ async def test_what_the_system_refuses_names_the_directory_and_the_remedy(
     disk.refuses_at, disk.refusal = disk.steps + 20, number
     with pytest.raises(kind, match=text):
         await write(Filesystem(ROOT, disk=disk))
-    assert disk.names(ROOT) == ["r-2-1"]
+    assert disk.names(ROOT) == [".r.publisher", "r-2-1"]
 
 
 async def test_a_directory_that_is_not_mounted_is_not_made(tmp_path: pathlib.Path) -> None:
