@@ -69,6 +69,11 @@ class SimulatedDisk:
         assert isinstance(found, _File)
         return found.content
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a file of it was opened and not closed."""
+        return bool(self._open)
+
     # what `Disk` asks for
 
     def free(self, path: Path) -> int:
@@ -139,6 +144,10 @@ class SimulatedDisk:
         handle = self._handle(file)
         self._locked[handle] = file
         return handle
+
+    def is_called(self, file: int, path: Path) -> bool:
+        self._step()
+        return self._open[file] is self._found(path)
 
     def rename(self, old: Path, new: Path) -> None:
         self._step()

@@ -91,6 +91,10 @@ class Disk(Protocol):
         """
         ...
 
+    def is_called(self, file: int, path: Path) -> bool:
+        """Whether an open file is what has that name still."""
+        ...
+
     def read(self, path: Path) -> bytes:
         """All that a small file holds."""
         ...
@@ -167,7 +171,7 @@ class PosixDisk:
             file = os.open(path, how, 0o644)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_called(file, path):
+                if self.is_called(file, path):
                     _locked.add(file)
                     return file
             except BlockingIOError:
@@ -177,6 +181,13 @@ class PosixDisk:
                 os.close(file)
                 return None
             os.close(file)  # removed by who had it, between the two calls
+
+    def is_called(self, file: int, path: Path) -> bool:
+        """Whether an open file is what has that name still."""
+        try:
+            return os.path.samestat(os.fstat(file), path.lstat())
+        except FileNotFoundError:
+            return False
 
     def read(self, path: Path) -> bytes:
         """All that a small file holds."""
@@ -205,11 +216,3 @@ class PosixDisk:
                 raise
         finally:
             os.close(directory)
-
-
-def _is_called(file: int, path: Path) -> bool:
-    """Whether an open file is what has that name still."""
-    try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False

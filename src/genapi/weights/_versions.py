@@ -19,6 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from pathlib import Path
 
 from genapi.errors import ConfigError, TransportError
@@ -128,6 +129,10 @@ class Versions:
                 self._disk.close(lock)
                 raise
         return lock
+
+    def is_claimed(self, run: str, lock: int) -> bool:
+        """Whether that lock holds a run still: whoever removes the directory removes it as well."""
+        return self._disk.is_called(lock, self._directory / _claim_of(run))
 
     def claimant(self, run: str) -> str:
         """Who has taken a run."""
@@ -287,13 +292,18 @@ class Claims:
 
     def take(self, versions: Versions, run: str) -> bool:
         """Take all versions of a run; whether no other publisher that lives has them."""
+        lost = run in self._locks and not versions.is_claimed(run, self._locks[run][1])
+        if lost:
+            disk, lock = self._locks.pop(run)
+            self.held.remove(run)
+            disk.close(lock)
         if run not in self.held:
             try:
-                lock = versions.claim(run)
+                new = versions.claim(run)
             except BlockingIOError:
                 return False
-            if lock is not None:
-                self._locks[run] = (versions.disk, lock)
+            if new is not None:
+                self._locks[run] = (versions.disk, new)
             self.held.add(run)
         return True
 
@@ -398,13 +408,12 @@ class Draft:
     def discard(self) -> None:
         """Remove it, marked or not, so that it takes no space; waits for whoever writes."""
         with self._working:
-            file, self._open = self._open, None
-            if file is not None:
-                self._disk.close(file)
-            if self._lock is None:
-                self._lock = self._disk.lock(self._place / _LOCK)
-            _remove(self._disk, self._place)
-            self.let_go()
+            try:
+                if self._lock is None:
+                    self._lock = self._disk.lock(self._place / _LOCK)
+                _remove(self._disk, self._place)
+            finally:
+                self.let_go()
 
     def _write(self, name: str, content: bytes) -> None:
         self._open = self._disk.create(self._place / name)
@@ -425,6 +434,8 @@ class Draft:
 
     def let_go(self) -> None:
         """Leave what is there to whoever comes next."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            self._disk.close(lock)
+        for file in (self._open, self._lock):
+            if file is not None:
+                with suppress(OSError):  # closed is what it is all the same
+                    self._disk.close(file)
+        self._open = self._lock = None

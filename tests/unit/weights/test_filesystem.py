@@ -1,9 +1,11 @@
 """Weights as files: what is written, what is refused, and who is left alone."""
 
 import errno
+import gc
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -42,6 +44,16 @@ async def buckets(tensors: Mapping[str, Any]) -> AsyncIterator[Bucket]:
 
 
 async def write(
+    store: Filesystem, tensors: Mapping[str, Any] = SOME, version: PolicyVersion = ONE
+) -> pathlib.Path:
+    """As a publisher that is closed afterwards."""
+    try:
+        return await put(store, tensors, version)
+    finally:
+        await store.close()
+
+
+async def put(
     store: Filesystem, tensors: Mapping[str, Any] = SOME, version: PolicyVersion = ONE
 ) -> pathlib.Path:
     return pathlib.Path(await store.write(version, metas_of(tensors), buckets(tensors)))
@@ -279,14 +291,24 @@ async def test_a_run_has_one_publisher_in_a_directory_until_it_closes(
     tmp_path: pathlib.Path,
 ) -> None:
     first, second = Filesystem(tmp_path).opened(), Filesystem(tmp_path).opened()
-    await write(first)
+    await put(first)
     with pytest.raises(ConfigError, match=r"another publisher of this process .*run 'r' there: st"):
-        await write(second, version=TWO)
-    await write(second, version=PolicyVersion(run="other", step=1))
+        await put(second, version=TWO)
+    await put(second, version=PolicyVersion(run="other", step=1))
     await first.close()
-    await write(second, version=TWO)
+    await put(second, version=TWO)
     await second.close()
     assert sorted(PosixDisk().names(tmp_path)) == ["other-1-1", "r-1-1", "r-2-1"]
+
+
+async def test_a_publisher_that_nobody_has_any_more_holds_nothing(tmp_path: pathlib.Path) -> None:
+    await put(Filesystem(tmp_path))
+    for thread in threading.enumerate():
+        if thread.name.startswith("genapi-files"):
+            thread.join(20)
+    gc.collect()
+    await put(Filesystem(tmp_path), version=TWO)
+    assert folders(tmp_path) == ["r-1-1", "r-2-1"]
 
 
 class Unlocked(PosixDisk):
@@ -301,13 +323,13 @@ async def test_without_locks_nobody_is_refused_and_nothing_is_written_over(
     tmp_path: pathlib.Path,
 ) -> None:
     first, second = (Filesystem(tmp_path, disk=Unlocked()) for _ in range(2))
-    await write(first)
+    await put(first)
     before = everything(tmp_path)
     assert await second.taken() == {ONE}
     with pytest.raises(ConfigError, match="is a version already"):
-        await write(second)
+        await put(second)
     assert everything(tmp_path) == before
-    await write(second, version=TWO)
+    await put(second, version=TWO)
     await first.close()
     await second.close()
     assert folders(tmp_path) == ["r-1-1", "r-2-1"]
@@ -316,10 +338,10 @@ async def test_without_locks_nobody_is_refused_and_nothing_is_written_over(
 ORPHANED = """
 import os, sys
 import anyio
-from tests.unit.weights.test_filesystem import Filesystem, write
+from tests.unit.weights.test_filesystem import Filesystem, put
 
 store = Filesystem(sys.argv[1])
-anyio.run(write, store)
+anyio.run(put, store)
 print("written", flush=True)
 sys.stdin.readline()
 begun, beginning = os.pipe()
@@ -484,6 +506,73 @@ async def test_a_source_that_fails_half_way_leaves_nothing(tmp_path: pathlib.Pat
     assert folders(tmp_path) == []
 
 
+class Counted(PosixDisk):
+    """Knows what is open, and may refuse to remove files of weights."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.open: set[int] = set()
+        self.refuses = refuses
+
+    def create(self, path: pathlib.Path) -> int:
+        file = super().create(path)
+        self.open.add(file)
+        return file
+
+    def lock(self, path: pathlib.Path, *, make: bool = True) -> int | None:
+        file = super().lock(path, make=make)
+        if file is not None:
+            self.open.add(file)
+        return file
+
+    def close(self, file: int) -> None:
+        self.open.remove(file)
+        super().close(file)
+
+    def remove(self, path: pathlib.Path) -> None:
+        if self.refuses and path.name.endswith(".safetensors"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        super().remove(path)
+
+
+@pytest.mark.parametrize("what", ["the directory vanishes", "nothing can be removed"])
+async def test_a_writing_that_fails_leaves_no_file_open(what: str, tmp_path: pathlib.Path) -> None:
+    place = tmp_path / "w"
+    disk = Counted(refuses=what == "nothing can be removed")
+
+    async def failing() -> AsyncIterator[Bucket]:
+        yield await anext(buckets(SOME))
+        if not disk.refuses:
+            shutil.rmtree(place)
+        raise RuntimeError("no more")
+
+    store = Filesystem(place, disk=disk).opened()
+    for version in (ONE, TWO):
+        with pytest.raises(RuntimeError, match="no more"):
+            await store.write(version, metas_of(SOME), failing())
+        assert len(disk.open) == 1  # by which it has the run
+    await store.close()
+    assert not disk.open
+
+
+async def test_a_run_is_taken_anew_when_somebody_removed_the_directory(
+    tmp_path: pathlib.Path,
+) -> None:
+    place = tmp_path / "w"
+    first, second = Filesystem(place).opened(), Filesystem(place).opened()
+    await put(first)
+    shutil.rmtree(place)
+    await put(first)
+    with pytest.raises(ConfigError, match="another publisher of this process"):
+        await put(second, version=TWO)
+    shutil.rmtree(place)
+    await put(second)
+    with pytest.raises(ConfigError, match="another publisher of this process"):
+        await put(first, version=TWO)
+    await first.close()
+    await second.close()
+    assert PosixDisk().names(place) == ["r-1-1"]
+
+
 def disk_with_root(room: int = 1 << 20) -> SimulatedDisk:
     return SimulatedDisk(room=room)
 
@@ -513,7 +602,7 @@ async def test_what_the_system_refuses_names_the_directory_and_the_remedy(
     disk.refuses_at, disk.refusal = disk.steps + 20, number
     with pytest.raises(kind, match=text):
         await write(Filesystem(ROOT, disk=disk))
-    assert disk.names(ROOT) == [".r.publisher", "r-2-1"]
+    assert disk.names(ROOT) == ["r-2-1"]
 
 
 async def test_a_directory_that_is_not_mounted_is_not_made(tmp_path: pathlib.Path) -> None:
