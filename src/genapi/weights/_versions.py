@@ -72,7 +72,13 @@ class Versions:
 
     def prepare(self) -> None:
         """Make the directory, and remove what writers that died have left."""
-        if self._directory.name not in self._disk.names(self._directory.parent):
+        if self._directory.name in self._disk.names(self._directory.parent):
+            if self._disk.is_link(self._directory) and not self._disk.is_directory(self._directory):
+                raise ConfigError(
+                    f"{self._directory} is a link that leads to no directory: make or mount what "
+                    "it leads to"
+                )
+        else:
             self._disk.make_directory(self._directory)
             self._disk.sync_directory(self._directory.parent)
         for version in self._found():
@@ -242,6 +248,7 @@ class Versions:
                 return
             lock = self._disk.lock(place / _LOCK, make=False)
             if lock is not None and not self._is_stable(version):
+                _check_plain(self._disk, place)
                 _remove(self._disk, place)
         except OSError:
             return
@@ -252,12 +259,22 @@ class Versions:
     def _remove(self, version: PolicyVersion) -> None:
         """Remove one that is genapi's."""
         place = self._directory / name_of(version)
+        _check_plain(self._disk, place)
         lock = self._disk.lock(place / _LOCK)
         try:
             _remove(self._disk, place)
         finally:
             if lock is not None:
                 self._disk.close(lock)
+
+
+def _check_plain(disk: Disk, place: Path) -> None:
+    """Raise where a version holds a directory, which is none of genapi's: it stays as it is."""
+    for name in disk.names(place):
+        if disk.is_directory(place / name) and not disk.is_link(place / name):
+            raise IsADirectoryError(
+                errno.EISDIR, "a version holds a directory that is not genapi's", str(place / name)
+            )
 
 
 def _remove(disk: Disk, place: Path) -> None:

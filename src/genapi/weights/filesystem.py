@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike, fsencode, fspath
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ __all__ = ("Filesystem",)
 T = TypeVar("T")
 
 _GRACE_S = 5.0
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
 _WEIGHTS = (
     ".safetensors",
@@ -91,16 +91,17 @@ class Filesystem:
         for name in ("keep", "shard_bytes"):
             check_whole(self, name, least=1)
         for name in ("dir", "worker_dir", "base"):
-            path = getattr(self, name)
-            if not isinstance(path, str | PathLike) and (path is not None or name == "dir"):
-                raise ConfigError(f"{name}={path!r}: pass the path of a directory")
-            if (
-                name != "base"
-                and path is not None
-                and not PurePosixPath(fspath(path)).is_absolute()
-            ):
+            given = getattr(self, name)
+            if given is None and name != "dir":
+                continue
+            if not isinstance(given, str | PathLike):
+                raise ConfigError(f"{name}={given!r}: pass the path of a directory")
+            path = fspath(given)
+            if not _may_be_path(path):
+                raise ConfigError(f"{name}={path!r} cannot be a path: pass text without NUL bytes")
+            if name != "base" and not PurePosixPath(path).is_absolute():
                 raise ConfigError(
-                    f"{name}={fspath(path)!r} is not absolute; workers would look for it elsewhere"
+                    f"{name}={path!r} is not absolute; workers would look for it elsewhere"
                 )
 
     def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
@@ -256,6 +257,16 @@ class Filesystem:
             where = f"dir={fspath(self.dir)!r}"
             if error.errno in _FULL:
                 raise self._full(str(error)) from error
+            if error.errno == errno.EFBIG:
+                raise ConfigError(
+                    f"{where}: a file may not be that large there ({error}): lower "
+                    f"shard_bytes={self.shard_bytes}, raise the limit of this process "
+                    "(ulimit -f), or name a directory on another file system"
+                ) from error
+            if error.errno == errno.EISDIR:
+                raise ConfigError(
+                    f"{where}: not all is removed ({error}): move it elsewhere"
+                ) from error
             if error.errno in _NO_RIGHT:
                 raise ConfigError(
                     f"{where} cannot be written ({error}): give this process the right to, or name "
@@ -263,7 +274,24 @@ class Filesystem:
                 ) from error
             if error.errno in (errno.ENOTDIR, errno.EEXIST):
                 raise ConfigError(f"{where} is in the way of a directory ({error})") from error
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise ConfigError(
+                    f"{where} cannot be a directory ({error}): name another one"
+                ) from error
+            if error.errno == errno.ENOENT:
+                raise TransportError(
+                    f"{where}: something was removed, or cannot be made ({error}); look whether it "
+                    "is mounted",
+                    phase="not_sent",
+                ) from error
             raise TransportError(f"{where}: {error}", phase="not_sent") from error
+
+
+def _may_be_path(path: object) -> bool:
+    try:
+        return isinstance(path, str) and b"\0" not in fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 class _Begun:

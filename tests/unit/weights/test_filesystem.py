@@ -589,6 +589,9 @@ async def test_a_disk_that_is_too_small_is_told_before_anything_is_written() -> 
     [
         (errno.ENOSPC, ConfigError, r"dir='/weights' is full .*No space left.*free some space"),
         (errno.EDQUOT, ConfigError, r"dir='/weights' is full"),
+        (errno.EFBIG, ConfigError, r"dir='/weights': .*that large .*lower shard_bytes=\d+, raise"),
+        (errno.ENAMETOOLONG, ConfigError, r"dir='/weights' cannot be a directory .*name another"),
+        (errno.ENOENT, TransportError, r"dir='/weights': something was removed, .*mounted"),
         (errno.EACCES, ConfigError, r"dir='/weights' cannot be written .*the right to"),
         (errno.EROFS, ConfigError, r"dir='/weights' cannot be written"),
         (errno.EIO, TransportError, r"dir='/weights': .*Input/output error"),
@@ -611,6 +614,44 @@ async def test_a_directory_that_is_not_mounted_is_not_made(tmp_path: pathlib.Pat
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="in the way of a directory"):
         await write(Filesystem(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("leads_to", ["gone", "w"])
+async def test_a_link_that_leads_nowhere_is_told_with_the_remedy(
+    leads_to: str, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "w").symlink_to(tmp_path / leads_to)
+    store = Filesystem(tmp_path / "w")
+    assert await store.taken() == frozenset()
+    with pytest.raises(ConfigError, match=r"/w is a link that leads to no directory: make or moun"):
+        await write(store)
+
+
+async def test_a_link_that_leads_to_a_directory_is_written_to(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "w").symlink_to(tmp_path / "real")
+    await write(Filesystem(tmp_path / "w"))
+    assert folders(tmp_path / "real") == ["r-1-1"]
+
+
+async def test_a_version_that_holds_a_folder_of_somebody_stays_as_it_is_and_the_others_go(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = Filesystem(tmp_path)
+    versions = [PolicyVersion(run="r", step=step) for step in range(4)]
+    for version in versions:
+        await write(store, version=version)
+    for name in ("r-1-1", "r-9-1"):
+        (tmp_path / name / "mine").mkdir(parents=True)
+        (tmp_path / name / "mine" / "notes").write_text("the only copy")
+    (tmp_path / "r-9-1" / ".writing").touch()
+    (tmp_path / "r-9-1" / "model.safetensors").write_text("half")
+    before = everything(tmp_path / "r-1-1"), everything(tmp_path / "r-9-1")
+    with pytest.raises(ConfigError, match=r"not genapi's: '.*/r-1-1/mine'\): move it elsewhere"):
+        await store.tidy(versions[3], frozenset())
+    assert folders(tmp_path) == ["r-1-1", "r-3-1", "r-9-1"]
+    await write(store, version=PolicyVersion(run="r", step=4))
+    assert (everything(tmp_path / "r-1-1"), everything(tmp_path / "r-9-1")) == before
 
 
 async def test_a_base_that_is_no_model_directory_is_refused(tmp_path: pathlib.Path) -> None:
@@ -636,6 +677,10 @@ def test_tensors_that_a_file_cannot_hold_are_refused_by_name() -> None:
     [
         ({"dir": "w"}, r"dir='w' is not absolute"),
         ({"dir": "/w", "worker_dir": "w"}, r"worker_dir='w' is not absolute"),
+        ({"dir": "/a\0b"}, r"dir='/a\\x00b' cannot be a path: pass text without NUL"),
+        ({"dir": "/\ud800"}, r"dir='/\\ud800' cannot be a path"),
+        ({"dir": "/w", "worker_dir": "/\0"}, r"worker_dir='/\\x00' cannot be a path"),
+        ({"dir": "/w", "base": "/\0"}, r"base='/\\x00' cannot be a path"),
         ({"dir": "/w", "keep": 0}, r"keep=0: pass a whole number"),
         ({"dir": "/w", "shard_bytes": 0}, r"shard_bytes=0: pass"),
         ({"dir": "/w", "bucket_bytes": 0}, r"bucket_bytes=0: pass"),
