@@ -609,6 +609,37 @@ async def test_a_publisher_is_refused_where_another_one_that_lives_publishes_the
         await a.serves(2)
 
 
+async def test_two_fleets_of_one_run_with_a_board_each_serve_their_own_weights(
+    tmp_path: pathlib.Path,
+) -> None:
+    clusters = [Cluster.from_query({"workers": "1"}) for _ in range(2)]
+    fleets = [
+        genapi.connect(
+            "embedded://", transport=MemoryTransport(cluster), run="r", board=MemoryBoard()
+        )
+        for cluster in clusters
+    ]
+    async with fleets[0] as one, fleets[1] as two:
+        await one.wait_ready(timeout_s=5)
+        await two.wait_ready(timeout_s=5)
+        first, second = (
+            WeightPublisher(fleet, transport=Filesystem(tmp_path), timeouts=PATIENT)
+            for fleet in (one, two)
+        )
+        for step in (1, 2):
+            for p, fleet, seed in ((first, one, step), (second, two, step + 10)):
+                assert (await p.publish(step, source(seed))).committed
+                reply = await fleet.generate(request())
+                assert reply.output.token_ids == greedy(seed, PROMPT, 8)
+        # Neither takes those of the other for old ones of its own.
+        assert versions(tmp_path) == ["r-2-1", "r-2-2"]
+        await first.publish(3, source(3))
+        assert versions(tmp_path) == ["r-2-2", "r-3-1"]
+        await first.aclose()
+        await second.aclose()
+        assert sorted(PosixDisk().names(tmp_path)) == versions(tmp_path)
+
+
 async def test_a_trainer_that_died_after_it_marked_a_version_publishes_it_as_the_next_attempt(
     protocol: str, tmp_path: pathlib.Path
 ) -> None:

@@ -4,7 +4,6 @@
         model-00001-of-00002.safetensors ...   model.safetensors.index.json   config.json ...
         STABLE        the marker, with the digest of the manifest: everything else is durable
         .writing      the first file there, locked by whoever writes; free, and no marker: left
-    DIR/.<run>.publisher           locked by the publisher that lives, of all versions of that run
 
 The rule of this file: it blocks, in a thread of its own, and at every moment the marker is there
 only if all that it vouches for is durable. So the marker comes last and goes first. And at every
@@ -13,9 +12,7 @@ link, is not genapi's and stays as it is. A name that is taken is never taken ag
 """
 
 import errno
-import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -30,7 +27,7 @@ from genapi.weights._layout import INDEX, index_of, plan_shards
 from genapi.weights._tensors import bytes_of
 from genapi.weights.base import Bucket, TensorMeta
 
-__all__ = ("MARKER", "Claims", "Draft", "Versions", "name_of", "version_of")
+__all__ = ("MARKER", "Draft", "Versions", "name_of", "version_of")
 
 MARKER = "STABLE"
 
@@ -47,14 +44,6 @@ def name_of(version: PolicyVersion) -> str:
     return f"{version.run}-{version.step}-{version.attempt}"
 
 
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _claim_of(run: str) -> str:
-    return f".{run}.publisher"
-
-
 def version_of(name: str) -> PolicyVersion | None:
     """The version that a directory of this name holds; None = it is no version's."""
     match = _NAME.fullmatch(name)
@@ -68,7 +57,7 @@ class Versions:
 
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory = directory
-        self._disk = self.disk = disk
+        self._disk = disk
 
     def prepare(self) -> None:
         """Make the directory, and remove what writers that died have left."""
@@ -117,46 +106,6 @@ class Versions:
             draft.let_go()
             raise self._taken(place)
         raise TransportError(f"{place} is removed again and again", phase="not_sent")
-
-    def claim(self, run: str) -> int | None:
-        """Take all versions of a run for one publisher, until the lock is closed.
-
-        Returns None where the file system has no locks.
-
-        Raises:
-            BlockingIOError: another publisher has them.
-        """
-        path = self._directory / _claim_of(run)
-        lock = self._disk.lock(path)
-        if lock is not None:
-            try:
-                self._disk.write(lock, f"{_this_process()}\n".encode(), 0)
-            except BaseException:
-                self._disk.close(lock)
-                raise
-        return lock
-
-    def is_claimed(self, run: str, lock: int) -> bool:
-        """Whether that lock holds a run still: whoever removes the directory removes it as well."""
-        return self._disk.is_called(lock, self._directory / _claim_of(run))
-
-    def claimant(self, run: str) -> str:
-        """Who has taken a run."""
-        path = self._directory / _claim_of(run)
-        try:
-            said = self._disk.read(path).decode(errors="replace").partition("\n")[0]
-        except OSError:
-            said = ""
-        if said == _this_process():
-            said = "another publisher of this process"
-        return f"{said or 'another process'} ({path})"
-
-    def let_go(self, run: str, lock: int) -> None:
-        """Give a run up that was taken."""
-        try:
-            self._disk.remove(self._directory / _claim_of(run))
-        finally:
-            self._disk.close(lock)
 
     def taken(self) -> set[PolicyVersion]:
         """Versions whose names are taken, by whatever it is, once what was left is removed."""
@@ -292,50 +241,6 @@ def _remove(disk: Disk, place: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else writes there now
             raise
-
-
-class Claims:
-    """Of which runs one publisher has all versions, and what it wrote itself.
-
-    Attributes:
-        held: runs whose versions are all its own.
-        written: versions that it wrote.
-    """
-
-    def __init__(self) -> None:
-        self.held: set[str] = set()
-        self.written: set[PolicyVersion] = set()
-        self._locks: dict[str, tuple[Disk, int]] = {}
-
-    def take(self, versions: Versions, run: str) -> bool:
-        """Take all versions of a run; whether no other publisher that lives has them."""
-        lost = run in self._locks and not versions.is_claimed(run, self._locks[run][1])
-        if lost:
-            disk, lock = self._locks.pop(run)
-            self.held.remove(run)
-            disk.close(lock)
-        if run not in self.held:
-            try:
-                new = versions.claim(run)
-            except BlockingIOError:
-                return False
-            if new is not None:
-                self._locks[run] = (versions.disk, new)
-            self.held.add(run)
-        return True
-
-    def close(self, versions: Versions) -> None:
-        """Give up what was taken."""
-        self.held.clear()
-        while self._locks:
-            run, (_, lock) = self._locks.popitem()
-            versions.let_go(run, lock)
-
-    def __del__(self) -> None:
-        """Of a publisher that is gone the file stays, and nobody holds it."""
-        while self._locks:
-            _, (disk, lock) = self._locks.popitem()
-            disk.close(lock)
 
 
 def removable(

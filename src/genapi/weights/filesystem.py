@@ -19,10 +19,11 @@ import anyio
 
 from genapi.errors import ConfigError, TransportError
 from genapi.types.policy import PolicyVersion
+from genapi.weights._claims import Claims
 from genapi.weights._disk import Disk, PosixDisk
 from genapi.weights._layout import check_storable
 from genapi.weights._threads import run_in_thread
-from genapi.weights._versions import Claims, Draft, Versions, name_of
+from genapi.weights._versions import Draft, Versions, name_of
 from genapi.weights.base import Bucket, TensorMeta, check_limits, check_whole
 
 __all__ = ("Filesystem",)
@@ -119,7 +120,7 @@ class Filesystem:
 
     async def close(self) -> None:
         """Let other publishers publish the same run here."""
-        await self._in_thread(partial(self._claims.close, self._versions))
+        await self._in_thread(self._claims.close)
 
     async def taken(self) -> AbstractSet[PolicyVersion]:
         """Versions that cannot be written, because something has their names already.
@@ -188,10 +189,7 @@ class Filesystem:
             ConfigError: they may not be removed.
             TransportError: the file system failed.
         """
-        claims = self._claims
-        among = None if committed.run in claims.held else frozenset(claims.written)
-        tidy = self._versions.tidy
-        await self._in_thread(partial(tidy, committed, needed=needed, keep=self.keep, among=among))
+        await self._in_thread(partial(self._tidy, committed, needed))
 
     @property
     def _versions(self) -> Versions:
@@ -216,13 +214,19 @@ class Filesystem:
         free = self.disk.free(directory)
         if free < total:
             raise self._full(f"a version takes {total} bytes and {free} are free")
-        if not self._claims.take(versions, version.run) and not supersedes:
+        rival = self._claims.take(self.disk, directory, version.run, beside=supersedes)
+        if rival is not None:
             raise ConfigError(
-                f"dir={fspath(self.dir)!r}: {versions.claimant(version.run)} publishes run "
-                f"{version.run!r} there: stop or close it, publish under another run= or into "
-                "another directory, or share a board= with it to supersede it"
+                f"dir={fspath(self.dir)!r}: {rival} publishes run {version.run!r} there: stop or "
+                "close it, publish under another run= or into another directory, or share a board= "
+                "with it to supersede it"
             )
         return versions.draft(version, manifest, shard_bytes=self.shard_bytes)
+
+    def _tidy(self, committed: PolicyVersion, needed: AbstractSet[PolicyVersion]) -> None:
+        alone = self._claims.rival(self.disk, Path(self.dir), committed.run) is None
+        among = None if alone else frozenset(self._claims.written)
+        self._versions.tidy(committed, needed=needed, keep=self.keep, among=among)
 
     def _finish(self, draft: Draft) -> None:
         draft.finish(self._beside())

@@ -301,6 +301,22 @@ async def test_a_run_has_one_publisher_in_a_directory_until_it_closes(
     assert sorted(PosixDisk().names(tmp_path)) == ["other-1-1", "r-1-1", "r-2-1"]
 
 
+async def test_a_publisher_that_went_on_beside_another_counts_when_that_is_gone(
+    tmp_path: pathlib.Path,
+) -> None:
+    first, second, third = (Filesystem(tmp_path).opened() for _ in range(3))
+    await put(first)
+    await second.write(TWO, metas_of(SOME), buckets(SOME), supersedes=True)
+    await first.close()
+    with pytest.raises(ConfigError, match=r"another publisher of this process .*publisher-2\)"):
+        await put(third, version=PolicyVersion(run="r", step=3))
+    await second.close()
+    (tmp_path / ".r.publisher-2").write_text("process 1 on a machine that was switched off\n")
+    await put(third, version=PolicyVersion(run="r", step=3))
+    await third.close()
+    assert sorted(PosixDisk().names(tmp_path)) == ["r-1-1", "r-2-1", "r-3-1"]
+
+
 async def test_a_publisher_that_nobody_has_any_more_holds_nothing(tmp_path: pathlib.Path) -> None:
     await put(Filesystem(tmp_path))
     for thread in threading.enumerate():
