@@ -16,16 +16,22 @@ import anyio
 import httpx
 import pytest
 
+import genapi
+from genapi.embedded import Cluster
 from genapi.errors import TransportError
 from genapi.transports.base import Plane, Transport
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.http_httpx import HttpxTransport
+from genapi.transports.memory import MemoryTransport
 from genapi.wire.http import HTTPCall
+from genapi.wire.sse import SSEDecoder
+from tests.contract.embedded import request
 from tests.support.raw_server import (
     Exchange,
     RawServer,
     Script,
     answer,
+    flooding,
     never_accepting,
     refusing,
     serving,
@@ -813,6 +819,127 @@ def test_another_event_loop_is_told_so(client: Any) -> None:
         first.run(use())
         second.run(misuse())
         first.run(transport.aclose())
+
+
+# ------------------------------------------------------------------------------- a body that rushes
+
+
+class Rush(httpx.AsyncByteStream):
+    """A body whose next piece is always there already; far too long for any test."""
+
+    def __init__(self, piece: bytes) -> None:
+        self._piece = piece
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(3_000_000):
+            yield self._piece
+
+
+class Rushing(httpx.AsyncBaseTransport):
+    """Embedded engines, one of whose paths answers in a rush."""
+
+    def __init__(self, path: str, media: str, piece: bytes) -> None:
+        self._path = path
+        self._media = media
+        self._piece = piece
+        self._engines = MemoryTransport(Cluster.from_query({}))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == self._path:
+            return httpx.Response(
+                200, headers={"content-type": self._media}, stream=Rush(self._piece)
+            )
+        call = HTTPCall(
+            method=request.method,
+            path=path,
+            query=dict(request.url.params),
+            body=await request.aread() or None,
+        )
+        reply = await self._engines.send("memory://0", call)
+        return httpx.Response(reply.status, headers=reply.headers, content=reply.body)
+
+    async def aclose(self) -> None:
+        await self._engines.aclose()
+
+
+@asynccontextmanager
+async def rushing(path: str, media: str, piece: bytes, **more: Any) -> AsyncIterator[genapi.Fleet]:
+    """A fleet of one engine, which answers at one path in a rush."""
+    async with (
+        httpx.AsyncClient(transport=Rushing(path, media, piece)) as own,
+        genapi.connect(
+            "vllm://127.0.0.1:1", transport=HttpxTransport(Plane(), own), **more
+        ) as fleet,
+    ):
+        yield fleet
+
+
+EVENTS = "text/event-stream"
+RUSHES = {
+    "comments": b": still here\n\n" * 10,
+    "blank lines": b"\n" * 100,
+    "frames without tokens": b'data: {"request_id":"r","choices":[]}\n\n',
+}
+
+
+@pytest.mark.parametrize("piece", RUSHES.values(), ids=RUSHES)
+async def test_a_stream_that_never_pauses_ends_at_its_timeout(piece: bytes) -> None:
+    async with rushing(POST.path, EVENTS, piece) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        with pytest.raises(genapi.IncompleteError, match=r"within timeout_s=0\.05"):
+            async with fleet.stream(request(timeout_s=0.05)) as events:
+                assert [event async for event in events]
+
+
+async def test_a_reply_that_never_pauses_ends_at_its_timeout() -> None:
+    async with rushing(POST.path, "application/json", b" ") as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        with pytest.raises(TransportError, match=r"within timeout_s=0\.05"):
+            await fleet.generate(request(timeout_s=0.05))
+
+
+async def test_an_administrative_answer_that_never_pauses_ends_at_its_timeout() -> None:
+    async with rushing("/version", "application/json", b" ", admin_timeout_s=0.05) as fleet:
+        with pytest.raises(genapi.FleetError, match=r"GET /version and .* within 0\.05 s"):
+            await fleet.wait_ready(timeout_s=0.5)
+
+
+async def test_others_get_their_turn_while_a_stream_never_pauses() -> None:
+    ended = False
+    async with rushing(POST.path, EVENTS, RUSHES["comments"]) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+
+        async def read() -> None:
+            nonlocal ended
+            with suppress(genapi.IncompleteError):
+                async with fleet.stream(request()) as events:
+                    assert not [event async for event in events]
+            ended = True
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read)
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            assert not ended
+            group.cancel_scope.cancel()
+    assert not ended
+
+
+async def test_a_time_limit_on_each_piece_of_a_flood_is_kept(client: Any) -> None:
+    with flooding(RUSHES["comments"]) as url:
+        async with opened(client) as transport, transport.stream(url, POST) as reply:
+            end = anyio.current_time() + 0.2
+            events = SSEDecoder()
+
+            async def read_on() -> None:
+                while anyio.current_time() < end + 5:  # no scope bounds who starves them
+                    with anyio.fail_after(end - anyio.current_time()):
+                        piece = await anext(reply.chunks)
+                    events.feed(piece)
+
+            with pytest.raises(TimeoutError):
+                await read_on()
 
 
 # ------------------------------------------------------------------------------- bring your own

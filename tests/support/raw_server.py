@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -161,6 +163,34 @@ async def serving(script: Script = answer) -> AsyncIterator[RawServer]:
         listener.close()
         with anyio.fail_after(5):
             await server.all_gone()
+
+
+_FLOOD = """
+import socket, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+connection = listener.accept()[0]
+connection.recv(65536)
+connection.sendall(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\n\\r\\n")
+piece = bytes.fromhex(sys.argv[1]) * 1000
+end = time.monotonic() + 10
+while time.monotonic() < end:
+    connection.sendall(piece)
+"""
+
+
+@contextmanager
+def flooding(piece: bytes) -> Iterator[str]:
+    """The URL of a process whose one answer is `piece` again and again, for ten seconds at most."""
+    command = [sys.executable, "-I", "-c", _FLOOD, piece.hex()]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
 
 
 @contextmanager

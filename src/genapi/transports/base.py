@@ -40,7 +40,8 @@ class StreamReply:
         status: HTTP status.
         headers: by lower-case name.
         chunks: the body in pieces as they arrive. It ends where the framing says so; a body that
-            breaks off raises `TransportError` with phase `answered`.
+            breaks off raises `TransportError` with phase `answered`. One that is always ready
+            still gives other tasks, and cancellation, their turn.
         framed: whether the framing tells a complete body from a broken one (chunked or with a
             length); False = it ends when the connection closes.
         url: where it came from, for messages.

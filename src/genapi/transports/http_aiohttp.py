@@ -23,6 +23,7 @@ from yarl import URL
 
 from genapi.errors import Phase, TransportError
 from genapi.transports.base import Plane, StreamReply
+from genapi.transports.bodies import Turns, whole
 from genapi.transports.http import (
     IDLE_CONNECTION_S,
     NO_HEADERS,
@@ -156,10 +157,10 @@ class AiohttpTransport:
         self._attempts.add(attempt)
         try:
             response = await self._request(attempt, base_url, call, headers)
-            body = await response.read()
             found = _headers(response)
-            if not is_framed(response.status, found):
-                attempt.check_end()
+            framed = is_framed(response.status, found)
+            body = await whole(_Chunks(response, at_end=None if framed else attempt.check_end))
+            await response.read()  # nothing is left: until the request is written as well
         except BaseException as error:
             attempt.abandon()
             if (failure := self._failure(error, base_url, call, attempt.phase)) is None:
@@ -196,7 +197,9 @@ class AiohttpTransport:
             yield StreamReply(
                 status=response.status,
                 headers=found,
-                chunks=_Chunks(response, failure, at_end=None if framed else attempt.check_end),
+                chunks=_Chunks(
+                    response, at_end=None if framed else attempt.check_end, failure=failure
+                ),
                 framed=framed,
                 url=base_url + call.path,
             )
@@ -322,23 +325,25 @@ class AiohttpTransport:
 class _Chunks:
     """The pieces of a body as they arrive."""
 
-    __slots__ = ("_at_end", "_failure", "_response")
+    __slots__ = ("_at_end", "_failure", "_response", "_turns")
 
     def __init__(
         self,
         response: aiohttp.ClientResponse,
-        failure: Callable[[BaseException], TransportError | None],
         *,
         at_end: Callable[[], None] | None,
+        failure: Callable[[BaseException], TransportError | None] = lambda _error: None,
     ) -> None:
         self._response = response
         self._at_end = at_end
         self._failure = failure
+        self._turns = Turns()
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
     async def __anext__(self) -> bytes:
+        await self._turns.next()
         try:
             chunk = await self._response.content.readany()
             if not chunk and self._at_end is not None:

@@ -17,6 +17,7 @@ import httpx
 
 from genapi.errors import Phase, TransportError
 from genapi.transports.base import Plane, StreamReply
+from genapi.transports.bodies import Turns, whole
 from genapi.transports.http import (
     IDLE_CONNECTION_S,
     NO_HEADERS,
@@ -85,7 +86,7 @@ class HttpxTransport:
             TransportError: there is none; its phase says whether the peer may have acted.
         """
         async with self.stream(base_url, call, headers=headers) as reply:
-            body = b"".join([chunk async for chunk in reply.chunks])
+            body = await whole(reply.chunks)
         return HTTPReply(reply.status, body, reply.headers, reply.url)
 
     @asynccontextmanager
@@ -189,7 +190,7 @@ class HttpxTransport:
 class _Chunks:
     """The pieces of a body as they arrive."""
 
-    __slots__ = ("_base_url", "_call", "_pieces", "_transport")
+    __slots__ = ("_base_url", "_call", "_pieces", "_transport", "_turns")
 
     def __init__(
         self, transport: HttpxTransport, response: Any, base_url: str, call: HTTPCall
@@ -197,6 +198,7 @@ class _Chunks:
         self._transport = transport
         self._base_url = base_url
         self._call = call
+        self._turns = Turns()
         # A mock transport hands over a response that it has read itself.
         read = response.is_stream_consumed
         self._pieces: AsyncIterator[bytes] = (
@@ -207,6 +209,7 @@ class _Chunks:
         return self
 
     async def __anext__(self) -> bytes:
+        await self._turns.next()
         try:
             return await anext(self._pieces)
         except httpx.TransportError as error:

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, Self
 
 from genapi.errors import Phase, TransportError
 from genapi.transports.base import StreamReply
+from genapi.transports.bodies import Turns, whole
 from genapi.wire.http import HTTPCall, HTTPReply
 
 __all__ = ("Cluster", "MemoryCall", "MemoryTransport")
@@ -94,7 +95,7 @@ class MemoryTransport:
         body = reply.body
         if not isinstance(body, bytes):
             try:
-                body = b"".join([chunk async for chunk in _many(body, base_url, call)])
+                body = await whole(_many(body, base_url, call))
             finally:
                 await reply.body.aclose()
         return HTTPReply(reply.status, body, _lower(reply.headers), base_url + call.path)
@@ -168,9 +169,11 @@ async def _one(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _many(body: AsyncIterator[bytes], base_url: str, call: HTTPCall) -> AsyncIterator[bytes]:
+    turns = Turns()
     try:
         async for chunk in body:
             yield chunk
+            await turns.next()
     except ConnectionResetError as error:
         raise _lost(base_url, call, str(error), phase="answered") from error
 
