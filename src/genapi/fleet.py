@@ -17,6 +17,7 @@ from genapi.board.guarded import GuardedBoard
 from genapi.client import Client
 from genapi.control import Control, fan_out
 from genapi.credentials import Credentials
+from genapi.ending import to_the_end
 from genapi.errors import (
     AuthError,
     ConfigError,
@@ -70,6 +71,7 @@ _BOARD = ("read", "compare_and_set", "aclose")
 _CARRIER = ("send", "stream")
 _POLL_S = (0.1, 2.0)
 _ADMIN_CONNECT_S = 10.0
+_CLOSE_S = 15.0
 """Shorter than a phase of a publication, so that what never connected is known as not sent."""
 _LOOKS_PER_S = 50.0
 """Most workers read in a second to date replies: each read is about ten calls."""
@@ -279,8 +281,14 @@ class Fleet:
             self._stack = stack.pop_all()
 
     async def aclose(self) -> None:
-        """Close every connection. Calls in flight end with `TransportError`."""
+        """Close every connection. Calls in flight end with `TransportError`.
+
+        Bounded. A cancellation is raised when everything is closed.
+        """
         self._client = self._control = self._credentials = None
+        await to_the_end(self._close, limit_s=_CLOSE_S)
+
+    async def _close(self) -> None:
         reads: list[asyncio.Task[Any]] = [*self._revivals.values()]
         if self._following is not None:
             reads.append(self._following)

@@ -34,6 +34,7 @@ import anyio
 
 from genapi.board import Board
 from genapi.credentials import resolve
+from genapi.ending import to_the_end
 from genapi.errors import ConfigError, FleetError, GenAPIError, TransportError
 from genapi.events import ComponentEnded, ComponentReady, ComponentStarted, Observe, guarded, ignore
 from genapi.fleet import Fleet, FleetOptions, connect
@@ -70,6 +71,7 @@ _PORT_TAKEN_LINES = 200
 _LOWEST_PORT = 15000
 _LOOK_S = 0.2
 _LOOK_LIMIT_S = 5.0
+_CLOSE_S = 5.0
 _KEY_SHOWN_FROM = 4
 """Shorter keys hide nothing, and hiding them would spoil what the log says."""
 
@@ -259,15 +261,13 @@ class Launcher:
                 finally:
                     for life in self._lives.values():
                         life.watched = False
-                    with anyio.CancelScope(shield=True):
-                        if fleet is not None:
-                            await fleet.aclose()
+                    if fleet is not None:
+                        await fleet.aclose()
                     self._group.cancel_scope.cancel()
         finally:
             for held in self._ports.values():
                 held.release()
-            with anyio.CancelScope(shield=True):
-                await self._transport.aclose()
+            await to_the_end(self._transport.aclose, limit_s=_CLOSE_S)
         if error is None and self._failure is not None:
             raise self._failure
         if error is not None:

@@ -14,6 +14,7 @@ from genapi.absence import Absences, Restarter, check_reached, nameless
 from genapi.adoption import check_adoptable, label_all
 from genapi.control import fan_out
 from genapi.drive import Drive
+from genapi.ending import to_the_end
 from genapi.errors import (
     ConfigError,
     FleetError,
@@ -219,14 +220,17 @@ class WeightPublisher:
 
         Files of publications that failed are removed, but for what a worker may be reading.
 
-        Bounded; workers keep what they hold. A publisher that only adopted, or whose last
-        publication did not commit, says nothing of an end.
+        Bounded, and done before a cancellation is raised; workers keep what they hold. A publisher
+        that only adopted, or whose last publication did not commit, says nothing of an end.
 
         Args:
             final: whether nobody publishes after this publisher. Requests that wait for a newer
                 version are then refused, until another publisher starts. `async with` passes
                 whether its block ended without an error.
         """
+        await to_the_end(partial(self._close, final=final))
+
+    async def _close(self, *, final: bool) -> None:
         last, self._last = self._last, None
         if final and last is not None:
             await self._finish(last)
@@ -236,7 +240,7 @@ class WeightPublisher:
         groups, self._groups = self._groups, ()
         members = {w for group in groups if group.sender is not None for w in group.ranks.offsets}
         try:
-            with anyio.move_on_after(self._timeouts.cleanup_s, shield=True):
+            with anyio.move_on_after(self._timeouts.cleanup_s):
                 await self._have_left(members)
         finally:
             await leave(groups)
@@ -246,7 +250,7 @@ class WeightPublisher:
         if not self._fleet.is_open or membership.committed != last:
             return  # another publisher of this fleet goes on
         why = f"no answer within cleanup_s={limit_s:g}"
-        with anyio.move_on_after(limit_s, shield=True):
+        with anyio.move_on_after(limit_s):
             try:
                 await self._ledger.finish()
             except SupersededError:

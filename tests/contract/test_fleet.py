@@ -1,8 +1,10 @@
 """A fleet as one process knows it: who is there, who may be used, and what is refused at once."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
+from urllib.parse import parse_qsl
 
 import anyio
 import pytest
@@ -14,6 +16,7 @@ from genapi.transports.memory import MemoryTransport
 from genapi.types.config import Topology
 from genapi.types.ids import Role
 from genapi.types.worker import FenceStrength, Recovery
+from genapi.wire.http import HTTPCall
 from tests.contract.embedded import QUICK, request, rig, weights
 from tests.support.raw_server import Exchange, serving
 
@@ -223,6 +226,50 @@ async def test_a_fleet_that_is_closed_says_so() -> None:
             await fleet.open()
     with pytest.raises(genapi.FleetError, match="not open"):
         await fleet.snapshot()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_a_fleet_whose_close_is_cancelled_is_closed_all_the_same(turns: int) -> None:
+    generates, reads = anyio.Event(), anyio.Event()
+    engines = MemoryTransport(Cluster.from_query({}))
+
+    async def script(exchange: Exchange) -> None:
+        asked = exchange.request
+        if asked.target == GENERATE or generates.is_set():
+            (generates if asked.target == GENERATE else reads).set()
+            await exchange.gone()
+            return
+        path, _, query = asked.target.partition("?")
+        call = HTTPCall(
+            method=asked.method, path=path, query=dict(parse_qsl(query)), body=asked.body or None
+        )
+        reply = await engines.send("memory://0", call)
+        await exchange.reply(reply.status, reply.body, "Connection: close")
+        await exchange.close()
+
+    with anyio.fail_after(10):
+        async with engines, serving(script) as server, asyncio.TaskGroup() as tasks:
+            once = RetryPolicy(max_attempts=1)
+            url = f"vllm://127.0.0.1:{server.port}"
+            fleet = genapi.connect(url, retry=once, refresh_s=0.001)
+            await fleet.open()
+            await fleet.wait_ready(timeout_s=5)
+
+            async def generate() -> None:
+                with pytest.raises(genapi.TransportError, match="closed"):
+                    await fleet.generate(request())
+
+            tasks.create_task(generate())
+            await generates.wait()
+            await asyncio.sleep(0.01)  # beyond refresh_s: the next one looks around
+            tasks.create_task(generate())
+            await reads.wait()
+            closing = tasks.create_task(fleet.aclose())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            with suppress(asyncio.CancelledError):
+                await closing
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])

@@ -1,5 +1,6 @@
 """What a publisher keeps from one publication to the next: group, attempts, run, reports."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,6 +9,7 @@ import pytest
 
 import genapi
 from genapi import PolicyVersion, PublishReport, WeightPublisher
+from genapi.board import Board, MemoryBoard
 from genapi.embedded import Cluster, Fault
 from genapi.events import Event, PhaseStarted, WorkerFenced
 from genapi.weights import WeightSource
@@ -27,10 +29,12 @@ def source(seed: int) -> WeightSource:
 
 @asynccontextmanager
 async def fleet_of(
-    cluster: Cluster, *, run: str | None = "r"
+    cluster: Cluster, *, run: str | None = "r", board: Board | None = None
 ) -> AsyncIterator[tuple[genapi.Fleet, RecordedCalls, list[Event]]]:
     calls, events = RecordedCalls(cluster), list[Event]()
-    fleet = genapi.connect("embedded://", transport=calls, run=run, observe=events.append)
+    fleet = genapi.connect(
+        "embedded://", transport=calls, run=run, board=board, observe=events.append
+    )
     async with fleet:
         await fleet.wait_ready(timeout_s=5)
         yield fleet, calls, events
@@ -116,6 +120,27 @@ async def test_a_worker_that_does_not_let_go_holds_nobody_up() -> None:
         with anyio.fail_after(5):
             await publisher.aclose()
         assert transport.senders[0].events[-1] == "aclose"
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4])
+async def test_a_publisher_whose_close_is_cancelled_leaves_its_groups_all_the_same(
+    turns: int,
+) -> None:
+    transport = Recorded()
+    board = MemoryBoard()
+    async with fleet_of(Cluster.from_query({"workers": "2"}), board=board) as (fleet, calls, _):
+        publisher = WeightPublisher(fleet, transport=transport, timeouts=QUICK)
+        await publisher.publish(1, source(1))
+        async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+            closing = tasks.create_task(publisher.aclose())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+        assert set(calls.bodies(LEAVE)) == {"memory://0", "memory://1"}
+        assert transport.senders[0].events[-1] == "aclose"
+        found, _ = await board.read()
+        assert found is not None
+        assert found.final
 
 
 async def test_another_life_of_a_worker_is_not_asked_to_leave_a_group_it_was_never_in() -> None:

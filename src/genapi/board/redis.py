@@ -21,6 +21,7 @@ from redis.backoff import NoBackoff
 
 from genapi.board.base import NOTHING, Reading, Token
 from genapi.credentials import resolve
+from genapi.ending import to_the_end
 from genapi.errors import ConfigError, ReplyError, TransportError
 from genapi.types.address import host_port
 from genapi.types.arguments import seconds
@@ -127,8 +128,7 @@ class RedisBoard:
         """Close the connections; the next operation opens new ones."""
         client, self._redis = self._redis, None
         if client is not None:
-            with anyio.move_on_after(self._timeout_s, shield=True):
-                await client.aclose()
+            await to_the_end(client.aclose, limit_s=self._timeout_s)
 
     def _client(self) -> Redis:
         if self._redis is None:
