@@ -1,5 +1,6 @@
 """The request plane at its edges: waits, deaths, aborts without a worker, streams that break."""
 
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -254,6 +255,17 @@ async def test_an_error_inside_a_200_is_the_error_that_it_is() -> None:
         s.fail(0, GENERATE, "error", status=200, body=body)
         with pytest.raises(genapi.GenAPIError, match="maximum context length"):
             await events_of(s, request())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_strict_fleet_takes_no_score_of_more_than_certainty(streamed: bool) -> None:
+    async with served(strict=True) as s:
+        await s.fleet.generate(request())
+        raw = (await s.calls.send("memory://0", _call(s.sent()[0]))).json_object()
+        raw["choices"][0]["logprobs"]["content"][1]["logprob"] = 1.5
+        s.fail(0, GENERATE, "error", status=200, body=json.dumps(raw))
+        with pytest.raises(genapi.ReplyError, match="1 of 8 tokens have no usable logprob"):
+            await (events_of(s, request()) if streamed else s.fleet.generate(request()))
 
 
 async def test_a_server_that_answers_a_stream_in_one_piece_is_read_all_the_same() -> None:

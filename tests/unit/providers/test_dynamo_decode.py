@@ -201,6 +201,13 @@ def test_the_number_that_stands_for_no_score_is_nan() -> None:
     assert same(reply.output.logprobs, [NAN, -0.5])
 
 
+def test_a_score_of_more_than_certainty_is_no_number() -> None:
+    remarks: list[str] = []
+    reply = decode(chunk([1, 2], "stop", scores=[1.5, -0.5]), request(), remark=remarks.append)
+    assert same(reply.output.logprobs, [NAN, -0.5])
+    assert "1 of 2 tokens have no usable logprob (NaN)" in remarks
+
+
 def test_a_prompt_as_text_comes_back_as_ids() -> None:
     asked = request().model_copy(update={"prompt_token_ids": None, "prompt": "w7 w8"})
     reply = decode(chunk([1], "stop", prompt_token_ids=[89, 25]), asked)

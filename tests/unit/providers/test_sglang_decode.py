@@ -197,6 +197,14 @@ def test_a_score_that_is_null_is_nan_in_its_place() -> None:
     assert remarks == ["1 of 3 tokens have no usable logprob (NaN)"]
 
 
+def test_a_score_of_more_than_certainty_is_no_number() -> None:
+    remarks: list[str] = []
+    body = output([5, 6, 7], STOP, output_token_logprobs=scored([5, 6, 7], 1.5, 9e18, -0.3))
+    reply = decode(body, request(), remark=remarks.append)
+    assert same(reply.output.logprobs, [NAN, NAN, -0.3])
+    assert remarks == ["2 of 3 tokens have no usable logprob (NaN)"]
+
+
 def test_scores_that_are_missing_altogether_are_holes() -> None:
     remarks: list[str] = []
     body = output([5, 6], STOP, output_token_logprobs=None)

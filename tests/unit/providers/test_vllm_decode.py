@@ -189,6 +189,20 @@ def test_a_score_beyond_float32_is_no_number() -> None:
     assert same(decode(content, request()).output.logprobs, [NAN])
 
 
+@pytest.mark.parametrize("score", [0.5, 1.5, 9e18, 1e300])
+def test_a_score_of_more_than_certainty_is_no_number(score: float) -> None:
+    remarks: list[str] = []
+    content = body(choice([5, 6], "stop", logprobs=scores(-1.0, score, ids=[5, 6])))
+    assert same(decode(content, request(), remark=remarks.append).output.logprobs, [-1.0, NAN])
+    assert remarks == ["1 of 2 tokens have no usable logprob (NaN)"]
+
+
+@pytest.mark.parametrize("score", [0.0, 2**-23, 0.0078])
+def test_a_score_that_rounding_took_above_certainty_is_kept(score: float) -> None:
+    content = body(choice([5], "stop", logprobs=scores(score, ids=[5])))
+    assert same(decode(content, request()).output.logprobs, [score])
+
+
 @pytest.mark.case("NUM-03")
 @pytest.mark.parametrize(
     ("mode", "sampling", "remarked"),

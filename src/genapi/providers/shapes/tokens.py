@@ -31,6 +31,9 @@ Id = Annotated[int, Meta(ge=0, le=MAX_ID)]
 """A token id on the wire, as msgspec checks it."""
 Scores = Sequence[float | None]
 
+_HIGHEST = 0.01
+"""Above 0 by rounding: half precision has a probability of 1 up to e^0.008, float32 e^1e-7."""
+
 
 def ids_of(values: Sequence[int]) -> TokenIds:
     """Ids that were checked while they were decoded."""
@@ -54,7 +57,7 @@ def ids_in(reply: HTTPReply, name: str) -> TokenIds:
 
 
 def scores_of(values: Scores, *, hole: float | None = None) -> npt.NDArray[np.float32]:
-    """The scores as float32; what is no score is NaN.
+    """The scores as float32; what is no score, or that of more than certainty, is NaN.
 
     Args:
         values: the scores, None where there is none.
@@ -65,7 +68,7 @@ def scores_of(values: Scores, *, hole: float | None = None) -> npt.NDArray[np.fl
         wide[wide == hole] = np.nan
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)
-    narrow[np.isinf(narrow)] = np.nan
+    narrow[np.isinf(narrow) | (narrow > _HIGHEST)] = np.nan
     narrow.flags.writeable = False
     return narrow
 
