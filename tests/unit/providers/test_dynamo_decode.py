@@ -148,6 +148,57 @@ def test_either_sign_of_a_migration_is_enough(last: dict[str, Any]) -> None:
     assert reply.output.extra["migrated"] is True
 
 
+def frames_of(call: Recorded) -> list[bytes]:
+    """The frames of a recorded stream, which ends in its usage and [DONE]."""
+    return [frame + b"\n\n" for frame in call.reply.body.split(b"\n\n")[:-1]]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_recorded_stream_that_lost_a_frame_breaks_the_contract(lost: int) -> None:
+    call = recorded("vllm_stops")[1]
+    frames = frames_of(call)
+    assert stream(b"".join(frames), asked_for(call)).output.token_ids == [1943, 696, 296, 1578]
+    del frames[lost]
+    with pytest.raises(
+        ReplyError, match="3 tokens, which do not end in the 4 that the worker made"
+    ):
+        stream(b"".join(frames), asked_for(call))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_recorded_stream_with_frames_in_each_others_place_breaks_the_contract(first: int) -> None:
+    call = recorded("vllm_stops")[1]
+    frames = frames_of(call)
+    frames[first : first + 2] = reversed(frames[first : first + 2])
+    with pytest.raises(ReplyError, match="changed places"):
+        stream(b"".join(frames), asked_for(call))
+
+
+def test_tokens_whose_choice_was_taken_off_are_missed() -> None:
+    bare = {**chunk([7]), "choices": []}
+    body = sse(bare, chunk([8], "stop", engine_data={"completion_token_ids": [7, 8]}))
+    with pytest.raises(ReplyError, match="1 tokens, which do not end in the 2"):
+        stream(body, request(logprobs=None))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_where_no_worker_lists_its_tokens_the_frontends_count_is_held_against_them(
+    lost: int,
+) -> None:
+    call = recorded("vllm_stops")[3]  # a text ended it: the worker's own list does not come
+    frames = frames_of(call)
+    assert len(stream(b"".join(frames), asked_for(call)).output.token_ids) == 4
+    del frames[lost]
+    with pytest.raises(ReplyError, match="3 tokens, and usage counts 4"):
+        stream(b"".join(frames), asked_for(call))
+
+
+def test_a_reply_that_moved_and_lost_tokens_of_the_first_worker_breaks_the_contract() -> None:
+    last = chunk([9], "length", engine_data={"completion_token_ids": [9]})
+    with pytest.raises(ReplyError, match="2 tokens, and usage counts 3"):
+        stream(sse(chunk([7]), last, usage(5, 3)), request(logprobs=None))
+
+
 @pytest.mark.parametrize("candidates", [[{"a": -1.0}, {"b": -2.0}], {"of": "another shape"}])
 def test_lists_that_the_reply_holds_already_or_nobody_asked_for_are_passed_over(
     candidates: Any,

@@ -27,6 +27,7 @@ from genapi.types.response import FinishReason, GenerateResponse
 __all__ = ("Accumulator",)
 
 _FINISH = {"eos": FinishReason.STOP, "cancelled": FinishReason.ABORT}
+_LOST: Final = "some were lost, or changed places, between the worker and genapi"
 _NO_SCORE: Final = -1e30
 """What workers write for a score that is not finite (READ vllm/handlers.py)."""
 
@@ -85,7 +86,13 @@ class Accumulator(OpenAIReply):
         remark_on(response, self.request, migrated=self._is_migrated(), remark=self.context.remark)
 
     def response(self) -> GenerateResponse:
-        """The whole reply. Remarks go to the context."""
+        """The whole reply. Remarks go to the context.
+
+        Raises:
+            ReplyError: the worker made, or the frontend counted, other tokens than arrived.
+        """
+        for output in self.outputs.values():
+            self._compare_made(output)
         return self._named(super().response())
 
     def partial(self) -> GenerateResponse:
@@ -104,6 +111,24 @@ class Accumulator(OpenAIReply):
             self._last_ids, output.extra["engine_data"] = parse_engine_data(raw)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ReplyError(f"nvext.engine_data breaks its contract: {error}") from None
+
+    def _compare_made(self, output: Output) -> None:
+        """Hold what arrived against what the worker and the frontend say of it at the end.
+
+        The frontend counts the very lists that it hands on, and a worker lists what it made itself:
+        all of it, or the end of what another had begun.
+        """
+        arrived, made = len(output.ids), self._last_ids
+        if made is not None and output.ids[max(arrived - len(made), 0) :] != made:
+            raise ReplyError(
+                f"choice {output.index} has {arrived} tokens, which do not end in the {len(made)} "
+                f"that the worker made: {_LOST}"
+            )
+        counted = self.usage.completion_tokens
+        if counted is not None and counted != arrived:
+            raise ReplyError(
+                f"choice {output.index} has {arrived} tokens, and usage counts {counted}: {_LOST}"
+            )
 
     def _is_migrated(self) -> bool:
         """Whether one worker went on with what another had begun."""
