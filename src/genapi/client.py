@@ -42,6 +42,7 @@ from genapi.publication.context import with_contexts
 from genapi.routing import Routing, VersionGoneError
 from genapi.runs import AbortedError, Run, Sending
 from genapi.transports.base import StreamReply, Transport
+from genapi.transports.bodies import whole
 from genapi.types.config import FleetConfig
 from genapi.types.ids import TokenIds, WorkerId
 from genapi.types.policy import PolicyTrace
@@ -65,7 +66,6 @@ __all__ = ("Client",)
 T = TypeVar("T")
 
 _ABORT_S = 5.0
-_LARGEST_WHOLE_BODY = 64 << 20
 _EVENT_STREAM = "text/event-stream"
 
 
@@ -193,11 +193,7 @@ class Client:
         """The reply of a server that does not stream: an error, or everything at once."""
         if reply.headers.get("content-type", "").startswith(_EVENT_STREAM):
             return None
-        body = b""
-        async for chunk in reply.chunks:
-            body += chunk
-            if len(body) > _LARGEST_WHOLE_BODY:
-                raise ReplyError(f"{reply.url} sends no event stream", body=body, url=reply.url)
+        body = await whole(reply.chunks, url=reply.url, status=reply.status)
         return self._provider.decode(
             HTTPReply(reply.status, body, reply.headers, reply.url), context
         )

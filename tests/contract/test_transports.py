@@ -905,6 +905,43 @@ async def test_an_administrative_answer_that_never_pauses_ends_at_its_timeout() 
             await fleet.wait_ready(timeout_s=0.5)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_reply_that_is_far_too_large_is_a_broken_one(streamed: bool) -> None:
+    async with rushing(POST.path, "application/json", b" " * 2**20) as fleet:
+        await fleet.wait_ready(timeout_s=5)
+        asking = fleet.stream(request()).__aenter__() if streamed else fleet.generate(request())
+        with pytest.raises(genapi.ReplyError, match="answered more than 268435456 bytes"):
+            await asking
+
+
+async def test_an_administrative_answer_that_is_far_too_large_is_named() -> None:
+    async with rushing("/version", "application/json", b" " * 2**20) as fleet:
+        with pytest.raises(genapi.FleetError, match="/version answered more than 268435456 bytes"):
+            await fleet.wait_ready(timeout_s=0.5)
+
+
+async def test_a_body_up_to_the_planes_limit_is_read_and_a_larger_one_closes_its_connection(
+    client: Any,
+) -> None:
+    async def script(exchange: Exchange) -> None:
+        size = int(exchange.request.target[1:])
+        await exchange.start_chunked()
+        for _ in range(size // 10):
+            await exchange.chunk(b"x" * 10)
+        if size > 100:
+            await exchange.gone()
+        else:
+            await exchange.write(b"0\r\n\r\n")
+
+    async with pair(client, script, Plane(largest_body=100)) as (transport, server):
+        whole = await transport.send(server.url, HTTPCall(method="GET", path="/100"))
+        assert whole.body == b"x" * 100
+        with pytest.raises(genapi.ReplyError, match="/110 answered more than 100 bytes") as caught:
+            await transport.send(server.url, HTTPCall(method="GET", path="/110"))
+        assert (caught.value.url, caught.value.status) == (f"{server.url}/110", 200)
+        await server.all_gone()
+
+
 async def test_others_get_their_turn_while_a_stream_never_pauses() -> None:
     ended = False
     async with rushing(POST.path, EVENTS, RUSHES["comments"]) as fleet:

@@ -67,6 +67,15 @@ def test_a_byte_order_mark_counts_only_at_the_start() -> None:
     assert decoder.feed(b"\xef\xbb\xbfdata: a\n\n") == []
 
 
+def test_an_event_that_never_ends_is_refused() -> None:
+    decoder = SSEDecoder()
+    line = b"data: " + bytes(2**25) + b"\n"
+    for _ in range(7):
+        assert decoder.feed(line) == []
+    with pytest.raises(ReplyError, match="an event of the stream is longer than 268435456 bytes"):
+        decoder.feed(line)
+
+
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_a_line_that_never_ends_is_refused(pieces: int) -> None:
     decoder = SSEDecoder()

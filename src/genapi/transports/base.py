@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from genapi.wire.http import HTTPCall, HTTPReply
+from genapi.wire.http import LARGEST_BODY, HTTPCall, HTTPReply
 
 __all__ = ("Plane", "StreamReply", "Transport")
 
@@ -22,6 +22,7 @@ class Plane:
         max_connections: most connections at once; None = no limit.
         trust_env: whether proxies of the environment are used.
         ca_file: certificate authorities to trust; None = the system's.
+        largest_body: most bytes of an answer that `send` reads.
     """
 
     connect_timeout_s: float = 30.0
@@ -30,6 +31,7 @@ class Plane:
     max_connections: int | None = None
     trust_env: bool = False
     ca_file: str | None = None
+    largest_body: int = LARGEST_BODY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,12 @@ class Transport(Protocol):
     async def send(
         self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = ...
     ) -> HTTPReply:
-        """The whole answer to `call`; `headers` are added to the call's own."""
+        """The whole answer to `call`; `headers` are added to the call's own.
+
+        Raises:
+            TransportError: there is none.
+            ReplyError: it is too large.
+        """
         ...
 
     def stream(

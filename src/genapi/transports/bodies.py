@@ -7,6 +7,9 @@ keeps the loop for itself, and anyio cancels nobody whose next piece is there al
 import asyncio
 from collections.abc import AsyncIterator
 
+from genapi.errors import ReplyError
+from genapi.wire.http import LARGEST_BODY
+
 __all__ = ("Turns", "whole")
 
 _PIECES = 16
@@ -29,6 +32,21 @@ class Turns:
             await asyncio.sleep(0)
 
 
-async def whole(chunks: AsyncIterator[bytes]) -> bytes:
-    """All of a body."""
-    return b"".join([chunk async for chunk in chunks])
+async def whole(
+    chunks: AsyncIterator[bytes], *, url: str, status: int, limit: int = LARGEST_BODY
+) -> bytes:
+    """All of a body.
+
+    Raises:
+        ReplyError: it is larger than `limit` bytes.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > limit:
+            message = f"{url} answered more than {limit} bytes, the most that is read of a reply"
+            begins = (pieces or [chunk])[0]
+            raise ReplyError(message, body=begins, status=status, url=url)
+        pieces.append(chunk)
+    return b"".join(pieces)

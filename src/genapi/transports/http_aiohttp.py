@@ -152,6 +152,7 @@ class AiohttpTransport:
 
         Raises:
             TransportError: there is none; its phase says whether the peer may have acted.
+            ReplyError: it is larger than `Plane.largest_body`.
         """
         attempt = _Attempt()
         self._attempts.add(attempt)
@@ -159,7 +160,12 @@ class AiohttpTransport:
             response = await self._request(attempt, base_url, call, headers)
             found = _headers(response)
             framed = is_framed(response.status, found)
-            body = await whole(_Chunks(response, at_end=None if framed else attempt.check_end))
+            body = await whole(
+                _Chunks(response, at_end=None if framed else attempt.check_end),
+                url=base_url + call.path,
+                status=response.status,
+                limit=self._plane.largest_body,
+            )
             await response.read()  # nothing is left: until the request is written as well
         except BaseException as error:
             attempt.abandon()

@@ -84,9 +84,15 @@ class HttpxTransport:
 
         Raises:
             TransportError: there is none; its phase says whether the peer may have acted.
+            ReplyError: it is larger than `Plane.largest_body`.
         """
         async with self.stream(base_url, call, headers=headers) as reply:
-            body = await whole(reply.chunks)
+            body = await whole(
+                reply.chunks,
+                url=reply.url,
+                status=reply.status,
+                limit=self._plane.largest_body,
+            )
         return HTTPReply(reply.status, body, reply.headers, reply.url)
 
     @asynccontextmanager

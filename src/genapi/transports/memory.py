@@ -90,12 +90,15 @@ class MemoryTransport:
 
         Raises:
             TransportError: there is none; its phase says whether the server may have acted.
+            ReplyError: it is too large.
         """
         reply = await self._handle(base_url, call, headers)
         body = reply.body
         if not isinstance(body, bytes):
             try:
-                body = await whole(_many(body, base_url, call))
+                body = await whole(
+                    _many(body, base_url, call), url=base_url + call.path, status=reply.status
+                )
             finally:
                 await reply.body.aclose()
         return HTTPReply(reply.status, body, _lower(reply.headers), base_url + call.path)

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from genapi.errors import ConfigError, ReplyError
 
-__all__ = ("Grant", "HTTPCall", "HTTPReply", "json_body")
+__all__ = ("LARGEST_BODY", "Grant", "HTTPCall", "HTTPReply", "json_body")
 
 Grant = Literal["data", "admin"]
 """Which of a fleet's two keys: that of requests or that of administration."""
+
+LARGEST_BODY: Final = 256 << 20
+"""Bytes that one answer, or one frame of a stream, may have; no real one comes near."""
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()

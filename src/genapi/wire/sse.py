@@ -1,11 +1,11 @@
 """Server-sent events: bytes in any pieces go in, whole `data` payloads come out."""
 
 from genapi.errors import ReplyError
+from genapi.wire.http import LARGEST_BODY
 
 __all__ = ("SSEDecoder",)
 
 _BOM = b"\xef\xbb\xbf"
-_LONGEST_LINE = 256 << 20
 
 
 class SSEDecoder:
@@ -18,6 +18,7 @@ class SSEDecoder:
     def __init__(self) -> None:
         self._rest = bytearray()
         self._data: list[bytes] = []
+        self._size = 0
         self._skip_lf = False
         self._at_start = True
 
@@ -25,7 +26,7 @@ class SSEDecoder:
         """The payloads of the events that `chunk` completes.
 
         Raises:
-            ReplyError: a line never ends.
+            ReplyError: a line, or an event, never ends.
         """
         if self._at_start:
             chunk = bytes(self._rest) + chunk
@@ -38,25 +39,35 @@ class SSEDecoder:
         if self._skip_lf and chunk:
             chunk = chunk.removeprefix(b"\n")
             self._skip_lf = False
-        if len(self._rest) + len(chunk) > _LONGEST_LINE:
-            raise ReplyError(f"a line of the stream is longer than {_LONGEST_LINE} bytes")
+        if len(self._rest) + len(chunk) > LARGEST_BODY:
+            raise ReplyError(f"a line of the stream is longer than {LARGEST_BODY} bytes")
         if b"\n" not in chunk and b"\r" not in chunk:
             # The line is looked at once, when it ends: in small pieces it costs no more.
             self._rest += chunk
             return []
         *lines, rest = self._lines(bytes(self._rest) + chunk)
         self._rest[:] = rest
-        events = []
-        for line in lines:
-            if line.startswith(b"data:"):
-                value = line[5:]
-                self._data.append(value[1:] if value.startswith(b" ") else value)
-            elif not line and self._data:
-                events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
-                self._data.clear()
-            elif line == b"data":
-                self._data.append(b"")
-        return events
+        return [event for line in lines if (event := self._take(line)) is not None]
+
+    def _take(self, line: bytes) -> bytes | None:
+        """Take in one line; returns the event that it ends."""
+        if line.startswith(b"data:"):
+            value = line[5:]
+            self._hold(value[1:] if value.startswith(b" ") else value)
+        elif line == b"data":
+            self._hold(b"")
+        elif not line and self._data:
+            event = b"\n".join(self._data) if len(self._data) > 1 else self._data[0]
+            self._data.clear()
+            self._size = 0
+            return event
+        return None
+
+    def _hold(self, value: bytes) -> None:
+        self._size += len(value) + 1
+        if self._size > LARGEST_BODY:
+            raise ReplyError(f"an event of the stream is longer than {LARGEST_BODY} bytes")
+        self._data.append(value)
 
     def _lines(self, text: bytes) -> list[bytes]:
         if b"\r" in text:
