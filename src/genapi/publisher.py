@@ -452,10 +452,7 @@ class WeightPublisher:
             report = self._settle(drive, everyone, version, left_out)
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
-            is_ours = await self._write_end(drive, everyone, report, held=held)
-            in_vain = drive.has_stored and not drive.tx.committed
-            if self._keeping is not None and is_ours and in_vain:
-                await self._keeping.withdraw(version)
+            await to_the_end(partial(self._end, drive, everyone, report, held=held))
         if report.committed:
             self._manifest = drive.manifest
             if self._keeping is not None:
@@ -488,6 +485,20 @@ class WeightPublisher:
                 recovery=Recovery.CLOSE_THEN_REPUBLISH,
             )
             self._fleet.membership.fence(member, barrier)
+
+    async def _end(
+        self,
+        drive: Drive,
+        everyone: Mapping[WorkerId, Member],
+        report: PublishReport,
+        *,
+        held: PolicyVersion | None,
+    ) -> None:
+        """Write down how a publication ended, and remove what it stored in vain. Bounded."""
+        is_ours = await self._write_end(drive, everyone, report, held=held)
+        in_vain = drive.has_stored and not drive.tx.committed
+        if self._keeping is not None and is_ours and in_vain:
+            await self._keeping.withdraw(report.version)
 
     async def _write_end(
         self,

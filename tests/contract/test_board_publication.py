@@ -1,5 +1,6 @@
 """Publications that share a board: one winner, and what others learn from it."""
 
+import asyncio
 import pathlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -202,6 +203,39 @@ async def test_a_cancelled_publication_writes_its_end_on_the_board(phase: str) -
             assert state.fence_of(str(receipt.worker)) == receipt.fence
         assert state.committed is not None
         assert (state.committed == report.version) == report.committed
+
+
+class Slow(MemoryBoard):
+    """A board whose every answer is waited for."""
+
+    async def read(self) -> Reading:
+        await asyncio.sleep(0)
+        return await super().read()
+
+    async def compare_and_set(self, token: Token, new: BoardState) -> Token | None:
+        await asyncio.sleep(0)
+        return await super().compare_and_set(token, new)
+
+
+@pytest.mark.parametrize("phase", ["pause", "begin", "transfer"])
+async def test_a_publication_cancelled_again_while_it_ends_writes_its_end_all_the_same(
+    phase: str,
+) -> None:
+    cluster, board, entered = Cluster.from_query({"workers": "2"}), Slow(), anyio.Event()
+    async with process(cluster, board) as fleet:
+        p = publisher(fleet)
+        await p.adopt(0)
+        at(fleet, phase, entered.set)
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            publishing = tasks.create_task(p.publish(1, source(1)))
+            await entered.wait()
+            while not publishing.done():
+                publishing.cancel()
+                await asyncio.sleep(0)
+        assert publishing.cancelled()
+        state, _ = await board.read()
+        assert state is not None
+        assert state.phase == ("held" if phase in {"begin", "transfer"} else "idle")
 
 
 @pytest.mark.parametrize("phase", ["pause", "begin", "finish", "resume"])
