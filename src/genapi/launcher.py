@@ -145,6 +145,8 @@ class Launcher:
         one_of("on_exit", on_exit, get_args(OnExit))
         if not isinstance(folder, str | os.PathLike | None):
             raise ConfigError(f"folder={folder!r}: pass the path of a directory, or None")
+        if folder is not None and "\0" in os.fsdecode(folder):
+            raise ConfigError(f"folder={folder!r} holds a NUL, which no path can")
         with_methods("observe", observe, ["__call__"], remedy="pass a function that takes an event")
         remedy = "pass genapi.providers.vllm.Launch(...), or another that can be launched"
         with_methods("config", config, ["located", "plan"], remedy=remedy)
@@ -194,6 +196,10 @@ class Launcher:
 
         Nothing is started, written or looked up. Ports that are not given are others when it
         starts, and so is a folder that is not given.
+
+        Raises:
+            ConfigError: it cannot be started.
+            FleetError: a port cannot be had.
         """
         root = self._root or Path(tempfile.gettempdir(), "genapi-launch")
         ports: dict[str, _Ports] = {}
@@ -206,7 +212,9 @@ class Launcher:
                 asked = {n: wish.number for n, wish in need.ports.items() if wish.number}
                 numbers = asked | ports[need.component].numbers
                 places[need.component] = _place(root, need.component, 1, numbers)
-            return self._config.plan(places)
+            deployment = self._config.plan(places)
+            deployment.check(self._config.needs)
+            return deployment
         finally:
             for held in ports.values():
                 held.release()
@@ -299,9 +307,11 @@ class Launcher:
         """Find out what cannot work while nothing was started.
 
         Raises:
-            ConfigError: a key is not set, or the fleet cannot be connected to in that way.
+            ConfigError: it cannot be started, a key is not set, or the fleet cannot be connected
+                to in that way.
         """
         deployment = self._plan()
+        deployment.check(self._config.needs)
         self._connect_to(deployment)  # contacts nothing; the ports may still be others later
         for component in deployment.components:
             for values in (component.environment, *component.files.values()):
@@ -576,7 +586,7 @@ class _Held:
             self._bound.bind((host, number or 0))  # without the option at none that is held
             self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._be_alone()
-        except OSError:
+        except BaseException:
             self.close()
             raise
 
@@ -608,6 +618,7 @@ def _hold(need: Need, wish: PortWish) -> _Held:
 
     Raises:
         FleetError: there is none.
+        ConfigError: the host can be none.
     """
     numbers: Iterable[int | None] = [wish.number]
     if wish.number is None and wish.below is not None:
@@ -618,6 +629,8 @@ def _hold(need: Need, wish: PortWish) -> _Held:
             return _Held(need.host, number)
         except OSError as error:
             reason = error.strerror or str(error)
+        except TypeError as error:
+            raise ConfigError(f"{need.component}: host={need.host!r} is none: {error}") from None
     wanted = "a port" if wish.number is None else f"port {wish.number}"
     raise FleetError(
         f"{need.component} cannot have {wanted} of {need.host} ({reason}); where somebody else "
@@ -640,7 +653,10 @@ def _place(root: Path, name: str, life: int, ports: Mapping[str, int]) -> Place:
 
 
 def _absolute(text: str) -> str:
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # the home of nobody
+        return text
     return str(path.absolute()) if path.exists() else text
 
 

@@ -465,8 +465,8 @@ async def test_a_folder_that_cannot_be_made_is_an_error_in_no_group(tmp_path: pa
 async def test_a_folder_of_a_component_that_cannot_be_made_is_an_error_in_no_group(
     tmp_path: pathlib.Path,
 ) -> None:
-    config = Beside(engines(), {"no/such": SERVE})
-    with pytest.raises(FleetError, match=r"no/such cannot have its folder .* No such file"):
+    config = Beside(engines(), {"long" * 99: SERVE})
+    with pytest.raises(FleetError, match=r"long cannot have its folder .* name too long"):
         async with genapi.launch(config, folder=tmp_path):
             pytest.fail("it cannot have started")
 
@@ -524,6 +524,76 @@ async def test_a_key_that_is_not_set_is_an_error_before_anything_is_started(
         async with genapi.launch(config, folder=tmp_path, observe=seen):
             pytest.fail("a server without a key is open")
     assert seen.started == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"flags": ("--x=a\0b",)}, r"worker0: argv\[\d+\]='--x=a\\x00b' holds a NUL"),
+        ({"model": "a\0b"}, r"argv\[\d+\]='--model=a\\x00b' holds a NUL"),
+        ({"flags": ("--x=\ud800",)}, r"argv\[\d+\]='--x=\\ud800' holds half of a character"),
+        ({"python": "a\0b"}, r"argv\[0\]='a\\x00b' holds a NUL"),
+        ({"python": ""}, r"argv=\('', .*names no program"),
+        ({"environment": {"A": "x\0y"}}, r"environment\['A'\]='x\\x00y' holds a NUL"),
+        ({"environment": {"A": "\ud800"}}, r"environment\['A'\]='\\ud800' holds half"),
+        ({"environment": {"A=B": "x"}}, "environment: 'A=B' is no name of a variable"),
+        ({"environment": {"": "x"}}, "environment: '' is no name of a variable"),
+        ({"environment": {"A\0B": "x"}}, r"environment: 'A\\x00B' holds a NUL"),
+        ({"host": "a\0b"}, r"worker0: host='a\\x00b' is none"),
+        ({"api_key": "the\0key"}, "worker0: the key 'VLLM_API_KEY' holds a NUL"),
+    ],
+)
+async def test_what_no_program_can_be_given_is_an_error_before_anything_is_started(
+    tmp_path: pathlib.Path, fields: dict[str, Any], message: str
+) -> None:
+    seen = Seen()
+    launched = genapi.launch(engines(**fields), folder=tmp_path, observe=seen)
+    with pytest.raises(genapi.ConfigError, match=message) as shown:
+        launched.dry_run()
+    with pytest.raises(genapi.ConfigError, match=message):
+        async with launched:
+            pytest.fail("what cannot be started served")
+    assert "the\0key" not in str(shown.value)
+    assert seen.events == []
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "message"),
+    [
+        (("one",), {"after": ("nobody",)}, "one: after=.* names 'nobody', which is no component"),
+        (("one", "two"), {"after": ("one",)}, "can start first: one after one"),
+        (("one", "two"), {"after": ("two", "one")}, "can start first: .* after"),
+        (("one",), {"argv": ()}, r"one: argv=\(\) names no program"),
+        (("one",), {"url": "http://127.0.0.1"}, "'http://127.0.0.1' names no port"),
+        (("one",), {"files": {"../key": {}}}, "'../key' is to be the name of a folder or file"),
+        (("a/b",), {}, "'a/b' is to be the name of a folder or file"),
+        (("one",), {"name": "two"}, "component 'two' is 1 times .* and 0 times among their needs"),
+        (("one", "two"), {"name": "one"}, "component 'one' is 2 times among the components"),
+    ],
+)
+async def test_a_launch_of_one_s_own_that_cannot_start_is_an_error_before_anything_is_started(
+    tmp_path: pathlib.Path, names: tuple[str, ...], fields: dict[str, Any], message: str
+) -> None:
+    seen = Seen()
+    config = Beside(None, dict.fromkeys(names, SERVE), more=fields)
+    launched = genapi.launch(config, folder=tmp_path, observe=seen)
+    with pytest.raises(genapi.ConfigError, match=message):
+        launched.dry_run()
+    with anyio.fail_after(LIMIT_S), pytest.raises(genapi.ConfigError, match=message):
+        async with launched:
+            pytest.fail("what cannot be started served")
+    assert seen.events == []
+
+
+def test_a_folder_that_no_path_names_is_refused() -> None:
+    with pytest.raises(genapi.ConfigError, match=r"folder='a\\x00b' holds a NUL"):
+        genapi.launch(engines(), folder="a\0b")
+
+
+def test_a_model_in_the_home_of_nobody_is_taken_as_a_name() -> None:
+    launched = genapi.launch(engines(model="~nobody-of-that-name/model"))
+    (worker,) = launched.dry_run().components
+    assert "--model=~nobody-of-that-name/model" in worker.argv
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Beside:
     """A launch with more programs, or programs alone where there is no launch.
 
     With `more_ports` each has so many more, of the hundred below 15100, and `MORE_PORTS` is a
-    variable that lists them.
+    variable that lists them. `more` are fields of each component as they are.
     """
 
     launch: Launchable | None
@@ -61,6 +61,7 @@ class Beside:
     more_ports: int = 0
     worker: bool = False
     provider: str = "vllm"
+    more: Mapping[str, object] | None = None
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -87,10 +88,10 @@ class Beside:
                     url=f"http://{HOST}:{port}",
                     ready="/",
                     worker=self.worker,
-                )
+                ).model_copy(update=self.more)
             )
         if self.launch is None:
-            target = more[0].url.replace("http", "vllm")
+            target = f"vllm://{HOST}:{next(iter(places.values())).ports['http']}"
             return Deployment(components=tuple(more), fleet=FleetConfig(target=target))
         deployment = self.launch.plan(places)
         components = (*deployment.components, *more)

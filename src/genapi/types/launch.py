@@ -6,17 +6,20 @@ literal, and no command line holds one.
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Protocol, Self
 
 from pydantic import Field
 
+from genapi.errors import ConfigError
 from genapi.types.base import Value
-from genapi.types.config import FleetConfig, Key
+from genapi.types.config import FleetConfig, Key, base_url
 
 __all__ = ("Component", "Deployment", "Launchable", "Need", "Place", "PortWish")
 
 PortNumber = Annotated[int, Field(ge=1, le=65535, strict=True)]
+_SHOWN = 80
 
 
 class PortWish(Value):
@@ -106,6 +109,42 @@ class Deployment(Value):
     fleet: FleetConfig
     inherit: tuple[str, ...] = ()
 
+    def check(self, needs: Iterable[Need]) -> None:
+        """Find out what no system can start, whatever is installed there. Looks no key up.
+
+        Args:
+            needs: what the components got their places for.
+
+        Raises:
+            ConfigError: names the component, the field and the value.
+        """
+        names = [component.name for component in self.components]
+        placed = [need.component for need in needs]
+        for name in (*names, *placed):
+            if names.count(name) != 1 or placed.count(name) != 1:
+                raise ConfigError(
+                    f"component {name!r} is {names.count(name)} times among the components and "
+                    f"{placed.count(name)} times among their needs; name each once in both"
+                )
+        for component in self.components:
+            for what, value, why in _unfit(component):
+                shown = value if len(value) <= _SHOWN else value[:_SHOWN] + "..."
+                raise ConfigError(f"{component.name}: {what}{shown} {why}")
+            base_url(component.url, scheme="http")
+            for name in component.after:
+                if name not in names:
+                    raise ConfigError(
+                        f"{component.name}: after={component.after!r} names {name!r}, which is no "
+                        f"component; there are {', '.join(names)}"
+                    )
+        try:
+            TopologicalSorter({part.name: part.after for part in self.components}).prepare()
+        except CycleError as error:
+            round_ = " after ".join(error.args[1])
+            raise ConfigError(
+                f"nobody of these can start first: {round_}; leave one out of after="
+            ) from None
+
     def __str__(self) -> str:
         inherited = ", ".join(self.inherit)
         head = f"fleet {self.fleet.target}" + (f", inheriting {inherited}" if inherited else "")
@@ -136,6 +175,37 @@ class Launchable(Protocol):
             ConfigError: it cannot work.
         """
         ...
+
+
+def _unfit(component: Component) -> Iterator[tuple[str, str, str]]:
+    """What of a component cannot be: the field, its value where it may be shown, and why."""
+    for name in (component.name, *component.files):
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            yield "", repr(name), "is to be the name of a folder or file; leave out / and NUL"
+    if not component.argv or not component.argv[0]:
+        yield "argv=", repr(component.argv), "names no program (python= of a launch)"
+    for number, argument in enumerate(component.argv):
+        yield from _untold(f"argv[{number}]=", argument)
+    for name, value in component.environment.items():
+        if not name or "=" in name:
+            yield "environment: ", repr(name), "is no name of a variable; leave out ="
+        yield from _untold("environment: ", name)
+        if not isinstance(value, Key):
+            yield from _untold(f"environment[{name!r}]=", value)
+        elif not value.is_reference:
+            yield from (
+                (what, "", why) for what, _, why in _untold(f"the key {name!r}", value.reveal())
+            )
+
+
+def _untold(what: str, text: str) -> Iterator[tuple[str, str, str]]:
+    """Why no program can be given a text."""
+    if "\0" in text:
+        yield what, repr(text), "holds a NUL, which no program can be given"
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        yield what, repr(text), "holds half of a character (a surrogate), which no program can get"
 
 
 def _shown(value: str | Key) -> str:
