@@ -42,6 +42,7 @@ from genapi.providers.base import (
 )
 from genapi.publication.intervals import Reading, Rounds, Sight
 from genapi.routing import Routing
+from genapi.shown import few
 from genapi.transports.base import Plane, Transport
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.memory import MemoryTransport
@@ -360,7 +361,7 @@ class Fleet:
         if self._unlisted is not None:
             raise FleetError(str(self._unlisted)) from self._unlisted
         if not self._membership.members:
-            raise FleetError(f"no workers are listed at {self._discovery}")
+            raise FleetError(self._nobody())
         if whole:
             self._membership.check(self.config.expect)
 
@@ -430,8 +431,23 @@ class Fleet:
             if self._listing.missing is not None:
                 lacks.append(self._listing.missing)
             if not self._membership.members:
-                lacks.append(f"no workers are listed at {self._discovery}")
+                lacks.append(self._nobody())
+            elif lacks and self._listing.missing is None and self._unusable():
+                lacks.append(self._unusable())
         return "; ".join(lacks)
+
+    def _nobody(self) -> str:
+        """Why there is no worker, in words."""
+        return self._unusable() or f"no workers are listed at {self._discovery}"
+
+    def _unusable(self) -> str:
+        """Who is listed and cannot be used, in words; empty = nobody."""
+        listed = self._listing.workers
+        reasons = [f"{worker.url}: {worker.error}" for worker in listed if worker.error is not None]
+        if not reasons:
+            return ""
+        number = f"{len(reasons)} of the {len(listed)} workers that {self._discovery} lists"
+        return f"{number} cannot be used: {few(reasons)}"
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """The reply to one request.
@@ -739,7 +755,7 @@ class Fleet:
             if len(failures) >= max(1, len(members)):
                 raise next(iter(failures.values()))
             if not members:
-                raise FleetError(f"no workers are listed at {self._discovery}")
+                raise FleetError(self._nobody())
             self._settle()
 
     async def _revive(self) -> None:

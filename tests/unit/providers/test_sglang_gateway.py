@@ -123,6 +123,7 @@ class Gateway:
         self.keys: dict[str, set[str | None]] = {}
         self.inner = MemoryTransport(self.cluster)
         self.listed = [f"http://w{index}:1" for index in range(workers)]
+        self.how: dict[str, dict[str, Any]] = {}
         self.administered: set[str] = set()
         self.generated: list[str] = []
 
@@ -132,7 +133,7 @@ class Gateway:
             index = int(base_url.removeprefix("http://w").removesuffix(":1"))
             return f"memory://{index}", None
         if call.path == "/workers":
-            body = {"workers": [listed(url) for url in self.listed]}
+            body = {"workers": [listed(url, **self.how.get(url, {})) for url in self.listed]}
             return "", HTTPReply(200, json.dumps(body).encode(), {}, GATEWAY + call.path)
         if call.path == "/v1/chat/completions":
             model = json.loads(call.body or b"{}").get("model")
@@ -277,6 +278,32 @@ async def test_a_fleet_is_ready_when_everybody_that_it_expects_is_listed() -> No
         gateway.listed = all_of_them
         with anyio.fail_after(5):
             assert len((await fleet.wait_ready(timeout_s=5)).workers) == 3
+
+
+async def test_a_worker_that_cannot_be_used_is_named_with_why_where_nobody_else_is_listed() -> None:
+    gateway = Gateway(1)
+    gateway.how["http://w0:1"] = {"connection_mode": "grpc"}
+    why = (
+        rf"1 of the 1 workers that {GATEWAY} lists cannot be used: http://w0:1: "
+        "it is sglang over grpc, not SGLang over http"
+    )
+    async with behind(gateway) as fleet:
+        with pytest.raises(genapi.FleetError, match=why):
+            await fleet.wait_ready(timeout_s=0.3)
+        with pytest.raises(genapi.FleetError, match=why):
+            await fleet.generate(request())
+        async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
+            with pytest.raises(genapi.FleetError, match=why):
+                await publisher.adopt(0)
+
+
+async def test_a_worker_that_cannot_be_used_is_named_with_why_where_it_is_expected() -> None:
+    gateway = Gateway(2)
+    gateway.how["http://w1:1"] = {"runtime_type": "vllm"}
+    why = "1 of 2 workers seen: .*; 1 of the 2 workers .* cannot be used: http://w1:1: it is vllm"
+    async with behind(gateway, expect=Topology(workers=2)) as fleet:
+        with pytest.raises(genapi.FleetError, match=why):
+            await fleet.wait_ready(timeout_s=0.3)
 
 
 def test_a_list_elsewhere_is_for_a_target_that_discovers() -> None:

@@ -103,11 +103,12 @@ def _serves(worker: _Worker, model: str | None) -> bool:
 
 def _listed(worker: _Worker) -> Listed:
     # With --dp-aware a gateway lists each replica of a server as URL@RANK.
-    address, _, _ = worker.url.rpartition("@") if "@" in worker.url else (worker.url, "", "")
+    head, _, rank = worker.url.rpartition("@")
+    address = head if head and rank.isdecimal() else worker.url
     facts = WorkerFacts(instance=None)
     if worker.connection_mode != "http" or worker.runtime_type != "sglang":
         how = f"{worker.runtime_type} over {worker.connection_mode}"
-        return Listed(url=worker.url, facts=facts, error=f"it is {how}, not SGLang over http")
+        return Listed(url=address, facts=facts, error=f"it is {how}, not SGLang over http")
     model = worker.model_id or next((one.id for one in worker.models), None)
     try:
         return Listed(url=base_url(address, scheme="http"), facts=facts, model=model)
