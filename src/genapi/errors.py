@@ -19,11 +19,14 @@ An error says whose fault it was and whether the peer may have acted on the call
     └── PublishError                  a publication did not commit  .report
 
 An engine's abort is data (`FinishReason.ABORT`), never one of these.
-All of them survive pickling with their attributes.
+All of them survive pickling with their attributes. No message shows the user info of an address,
+whoever wrote it.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
+
+from genapi.shown import without_user_info
 
 __all__ = (
     "AuthError",
@@ -61,6 +64,9 @@ def _rebuild(
 
 class GenAPIError(Exception):
     """Root of every error that genapi raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_user_info(a) if isinstance(a, str) else a for a in args))
 
     def __reduce__(self) -> tuple[Callable[..., BaseException], tuple[Any, ...]]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))
@@ -114,11 +120,17 @@ class ReplyError(GenAPIError):
         status: int | None = None,
         url: str | None = None,
     ) -> None:
-        shown = f"; body begins {body[:_BODY_SHOWN]!r}" if body else ""
+        shown = f"; body begins {_beginning(body)!r}" if body else ""
         super().__init__(message + shown)
         self.body = body
         self.status = status
         self.url = url
+
+
+def _beginning(body: bytes) -> bytes:
+    # Before it is cut, since half an address is not known as one.
+    text = body[: 10 * _BODY_SHOWN].decode("latin-1")
+    return without_user_info(text)[:_BODY_SHOWN].encode("latin-1")
 
 
 class IncompleteError(GenAPIError):

@@ -1,12 +1,23 @@
-"""How messages show many things: the first few, each shortened, and how many there are besides."""
+"""How messages show what may be long, many or secret.
 
+The rule of this file: what is in an address before `@` may be a password, and is never shown.
+"""
+
+import re
 from collections.abc import Collection
 from itertools import islice
 
-__all__ = ("few",)
+__all__ = ("few", "without_user_info")
 
 _FEW = 5
 _LONGEST = 400
+_USER_INFO = re.compile(r"""(?<=://)[^\s/"<>]*@|[^\s/"'<>=,&?@:]*:[^\s/"<>@]*@""")
+"""Of a URL up to the last @ of its host's part, and `user:password@` where no scheme is."""
+
+
+def without_user_info(text: str) -> str:
+    """The text with `...` for the user info of every address in it."""
+    return _USER_INFO.sub("...@", text) if "@" in text else text
 
 
 def few(texts: Collection[str], *, separator: str = "; ") -> str:

@@ -67,7 +67,13 @@ def test_an_address_that_cannot_work_says_why(address: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["user:secret@h:99999", "user:secret@h", "user:secret@:1", "http://user:secret@h:1?x=1"],
+    [
+        "user:secret@h:99999",
+        "user:secret@h",
+        "user:secret@:1",
+        "http://user:secret@h:1?x=1",
+        "http://user:secret/@h:1",
+    ],
 )
 def test_an_address_with_a_password_never_shows_it(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -125,6 +131,26 @@ def test_a_target_that_cannot_be_read_says_why(target: str, words: str) -> None:
         genapi.connect(target)
     with pytest.raises(ValueError, match=words.removesuffix("$")):
         FleetConfig(target=target)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "vllm://me:secret@w1:8001",
+        "vllm://w1:8001,me:secret@w2:8001?nosuch=1",
+        "vllm://r:1?workers=me:secret@w1:1&workers=me:secret@w2:1",
+        "vllm://r:1?workers=http://me:secret@w1:1&nosuch=1",
+        "vllm://r:1?me:secret@w1:1",
+        "me:secret@w1:8001",
+        "me:secret@w1://8001",
+        "vllm://me:se@cret@w1:8001?nosuch=1",
+    ],
+)
+def test_a_target_that_cannot_be_read_is_refused_without_its_passwords(target: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        genapi.connect(target)
+    assert "secret" not in str(caught.value)
+    assert "cret@" not in str(caught.value)
 
 
 def test_an_address_without_a_provider_is_refused_without_its_password() -> None:

@@ -198,7 +198,8 @@ def base_url(address: str, *, scheme: str) -> str:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        message = f"address {shown!r} is not host:port ({error})"
+        why = f" ({error})" if shown == address else ""
+        message = f"address {shown!r} is not host:port{why}"
         raise ConfigError(message) from None
     if parts.scheme not in ("http", "https"):
         message = f"address {shown!r} is not http or https; write host:port"

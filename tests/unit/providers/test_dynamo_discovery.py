@@ -1,6 +1,7 @@
 """Which workers are behind a Dynamo frontend, and whether all of it serves."""
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from genapi import (
     AuthError,
     ConfigError,
+    FleetError,
     GenAPIError,
     NotReadyError,
     ProviderError,
@@ -250,6 +252,31 @@ def test_a_list_with_bad_entries_is_no_list(workers: list[dict[str, Any]], match
     answers = {**whole(worker(7)), "/v1/rl/workers": listing(*workers)}
     with pytest.raises(ReplyError, match=match):
         read(answers)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        [worker(7, system_url="http://user:hunter2@w:1")],
+        [worker(7, admin_base_url="http://user:hunter2@w:1")],
+        [worker(7, system_url="http://user:hunter2@w:1", instance_id="none")],
+        [{"system_url": "http://user:hunter2@w:1"}],
+        [{"pad": "x" * 145, "system_url": "http://user:hunter2@w:1"}],
+    ],
+)
+def test_the_user_info_of_a_listed_address_is_in_no_error(workers: list[dict[str, Any]]) -> None:
+    answers = {**whole(worker(7)), "/v1/rl/workers": listing(*workers)}
+    with pytest.raises(ReplyError) as caught:
+        read(answers)
+    assert "hunter" not in str(caught.value)
+    assert "hunter" not in repr(caught.value)
+    assert b"hunter2" not in pickle.dumps(caught.value.args)
+
+
+def test_the_user_info_of_a_listed_address_is_not_in_what_discovery_says_of_a_worker() -> None:
+    error = "http://user:hunter2@w:1/engine: connection refused"
+    found, _ = read({**whole(worker(7)), "/v1/rl/workers": listing(worker(7, error=error))})
+    assert "hunter2" not in str(FleetError(found.missing))
 
 
 @pytest.mark.case("DISC-03")

@@ -297,6 +297,19 @@ async def test_a_worker_that_cannot_be_used_is_named_with_why_where_nobody_else_
                 await publisher.adopt(0)
 
 
+@pytest.mark.parametrize("address", ["user:hunter2@w0:1", "user:hunter2@w0", "user:hunter2@1"])
+async def test_the_user_info_of_a_listed_address_is_in_no_error(address: str) -> None:
+    gateway = Gateway(1)
+    gateway.listed = [f"http://{address}"]
+    async with behind(gateway) as fleet:
+        with pytest.raises(genapi.FleetError, match="cannot be used: http://") as unready:
+            await fleet.wait_ready(timeout_s=0.3)
+        with pytest.raises(genapi.FleetError, match="cannot be used: http://") as unserved:
+            await fleet.generate(request())
+    for caught in (unready, unserved):
+        assert "hunter2" not in str(caught.value)
+
+
 async def test_a_worker_that_cannot_be_used_is_named_with_why_where_it_is_expected() -> None:
     gateway = Gateway(2)
     gateway.how["http://w1:1"] = {"runtime_type": "vllm"}

@@ -8,6 +8,7 @@ loads files takes another one (RUN smg 1.13 before SGLang 0.5.23).
 The rule of this file: a list that cannot be read is an error, and never an empty list.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,7 +24,6 @@ from genapi.wire.http import HTTPCall, HTTPReply
 __all__ = ("GatewayDirectory",)
 
 _LIST = "/workers"
-_SHOWN = 200
 
 
 class _Model(msgspec.Struct):
@@ -87,9 +87,8 @@ def _read(reply: HTTPReply) -> list[_Worker]:
     try:
         return _workers.decode(reply.body).workers
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        shown = reply.body[:_SHOWN]
         raise ReplyError(
-            f"{reply.url} lists no workers: {error}; it answered {shown!r}",
+            f"{reply.url} lists no workers: {error}",
             body=reply.body,
             status=reply.status,
             url=reply.url,
@@ -102,9 +101,7 @@ def _serves(worker: _Worker, model: str | None) -> bool:
 
 
 def _listed(worker: _Worker) -> Listed:
-    # With --dp-aware a gateway lists each replica of a server as URL@RANK.
-    head, _, rank = worker.url.rpartition("@")
-    address = head if head and rank.isdecimal() else worker.url
+    address = _server(worker.url)
     facts = WorkerFacts(instance=None)
     if worker.connection_mode != "http" or worker.runtime_type != "sglang":
         how = f"{worker.runtime_type} over {worker.connection_mode}"
@@ -114,6 +111,15 @@ def _listed(worker: _Worker) -> Listed:
         return Listed(url=base_url(address, scheme="http"), facts=facts, model=model)
     except ConfigError as error:
         return Listed(url=worker.url, facts=facts, error=str(error))
+
+
+def _server(url: str) -> str:
+    # With --dp-aware a gateway lists each replica of a server as URL@RANK.
+    head, _, rank = url.rpartition("@")
+    if rank.isdecimal():
+        with suppress(ConfigError):  # what stands before an @ may be a password
+            return base_url(head, scheme="http")
+    return url
 
 
 def _missing(discovery: str, count: int, model: str | None) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from genapi.errors import NotReadyError, OverloadedError, ProviderError
+from genapi.shown import without_user_info
 from genapi.wire.http import HTTPReply
 from genapi.wire.retry import retry_after_s
 
@@ -68,7 +69,8 @@ def error_text(body: bytes, *, tidy: Tidy = str) -> ErrorText:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        return ErrorText(body[:_SHOWN].decode("utf-8", "replace").strip() or "empty body")
+        text = without_user_info(body[: 10 * _SHOWN].decode("utf-8", "replace"))
+        return ErrorText(text[:_SHOWN].strip() or "empty body")
     return error_value(value, tidy=tidy)
 
 
@@ -87,7 +89,7 @@ def error_value(value: Any, *, tidy: Tidy = str) -> ErrorText:
                 code if type(code) is int else None,
             )
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return ErrorText(tidy(text)[:_SHOWN])
+    return ErrorText(tidy(without_user_info(text))[:_SHOWN])
 
 
 def provider_error(
