@@ -7,12 +7,18 @@ import re
 from collections.abc import Collection
 from itertools import islice
 
-__all__ = ("few", "without_user_info")
+__all__ = ("few", "has_user_info", "without_user_info")
 
 _FEW = 5
 _LONGEST = 400
-_USER_INFO = re.compile(r"""(?<=://)[^\s/"<>]*@|[^\s/"'<>=,&?@:]*:[^\s/"<>@]*@""")
+_OF_URL = r"""(?<=://)[^\s/"<>]*@"""
+_USER_INFO = re.compile(rf"""{_OF_URL}|[^\s/"'<>=,&?@:]*:[^\s/"<>@]*@""")
 """Of a URL up to the last @ of its host's part, and `user:password@` where no scheme is."""
+
+
+def has_user_info(text: str) -> bool:
+    """Whether there is a URL with user info in it."""
+    return re.search(_OF_URL, text) is not None
 
 
 def without_user_info(text: str) -> str:

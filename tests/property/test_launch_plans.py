@@ -26,7 +26,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "tensor_parallel_size": st.integers(20000, 20100),
     "dtype": NAMES.map("d-{}".format),
     "max_model_len": st.integers(300000, 400000),
-    "flags": NAMES.map(lambda text: (f"--x-{text}=y-{text}",)),
+    "flags": NAMES.map(lambda text: (f"--x{text}=y-{text}",)),
     "environment": NAMES.map(lambda text: {"MINE": f"e-{text}"}),
 }
 SOME = st.fixed_dictionaries(

@@ -179,6 +179,26 @@ def test_an_ipv6_address_is_written_in_brackets(kind: str) -> None:
         ({"flags": ("--api-k=x",)}, "would show a secret"),
         ({"flags": ("--hf-token=x",)}, "would show a secret"),
         ({"flags": ("--some-password=x",)}, "would show a secret"),
+        ({"flags": ("--aws-secret-access=x",)}, "would show a secret"),
+        ({"flags": ("--secret-name", "x")}, "would show a secret"),
+        ({"flags": ("--auth=x",)}, "would show a secret"),
+        ({"flags": ("--auth", "x")}, "would show a secret"),
+        ({"flags": ("--pw=x",)}, "would show a secret"),
+        ({"flags": ("--pw", "-x")}, "would show a secret"),
+        ({"flags": ("--github-pat=x",)}, "would show a secret"),
+        ({"flags": ("--some.password=x",)}, "would show a secret"),
+        ({"flags": ("--sslKeyfilePassword=x",)}, "would show a secret"),
+        ({"flags": ("--hf-tok=x",)}, "would show a secret"),
+        ({"flags": ("--token=123",)}, "would show a secret"),
+        ({"flags": ("--service-keys=abc",)}, "would show a secret"),
+        ({"flags": ("--header=x-some: y",)}, "would show a secret"),
+        ({"flags": ("--some-option=Authorization: Bearer x",)}, "flag '--some-option' holds"),
+        ({"flags": ("--some-option", "Authorization: Basic x")}, "follows a flag holds"),
+        ({"flags": ('--json={"password":"x"}',)}, "flag '--json' holds"),
+        ({"flags": ('--json={"a":[{"apiKey":"x"}]}',)}, "flag '--json' holds"),
+        ({"flags": ('--json={"headers":["Bearer x"]}',)}, "flag '--json' holds"),
+        ({"flags": ("--set", "db.password=x")}, "follows a flag holds"),
+        ({"flags": ("--env=HF_TOKEN=x",)}, "flag '--env' holds"),
         ({"flags": ("--redis-url=redis://:pw@h",)}, "URL with user info"),
         ({"flags": ("--some-url", "http://u:pw@h")}, "URL with user info"),
         ({"flags": ('--some-config={"url": "http://u:pw@h"}',)}, "URL with user info"),
@@ -214,6 +234,8 @@ def test_what_cannot_work_is_refused(kind: str, fields: dict[str, Any], message:
         ({"flags": ("--endpoint=dyn://a.b.c",)}, "use namespace="),
         ({"frontend_flags": ("--etcd", "http://u:pw@h")}, "URL with user info"),
         ({"kv_transfer": {"extra": {"url": "redis://:pw@h"}}}, "URL with user info"),
+        ({"kv_transfer": {"extra": {"access_token": "x"}}}, "kv_transfer= holds"),
+        ({"frontend_flags": ("--control-plane-password=x",)}, "would show a secret"),
     ],
 )
 def test_what_dynamo_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -236,10 +258,70 @@ def test_a_gateway_s_key_is_refused_among_its_flags() -> None:
         sglang.Gateway(flags=("--redis-url", "redis://:pw@h"))
 
 
-def test_flags_that_only_sound_like_secrets_or_like_others_pass() -> None:
-    flags = ("--max-num-batched-tokens=1", "--tokenizer=x", "--ssl-keyfile=/k", "--seed", "1")
-    config = vllm.Launch(model=MODEL, flags=flags)
-    assert planned(config).components[0].argv[-5:] == flags
+SOUNDING = {
+    "vllm": """
+        --allow-credentials --allowed-headers=["x-a","x-b"] --api-server-count=2
+        --dbo-decode-token-threshold=32 --dbo-prefill-token-threshold=512
+        --disable-access-log-for-endpoints=/health --disable-uvicorn-access-log
+        --enable-auto-tool-choice --enable-prompt-tokens-details --enable-request-id-headers
+        --h11-max-header-count=256 --hf-config-path=x --hf-overrides={"eos_token":"</s>"}
+        --hf-token --long-prefill-token-threshold=4 --max-num-batched-tokens=8k
+        --max-num-queued-tokens=1 --max-num-scheduled-tokens=1 --override-generation-config={}
+        --return-tokens-as-token-ids --spec-tokens=4
+        --speculative-config={"num_speculative_tokens":3}
+        --ssl-keyfile=/k --tokenizer=x --tokenizer-mode=auto --tokens-only --tool-call-parser=hermes
+        --kv-events-config={"topic":"x","endpoint":"tcp://*:5557"}
+    """,
+    "sglang": """
+        --bucket-inter-token-latency=0.1 --bucket-time-to-first-token=0.1
+        --disaggregation-bootstrap-port=8998 --enable-forward-pass-metrics
+        --forward-pass-metrics-ipc-name=x --forward-pass-metrics-worker-id=x
+        --generation-tokens-buckets=default --prompt-tokens-buckets=custom
+        --kt-max-deferred-experts-per-token=2 --max-prefill-tokens=16384 --max-total-tokens=100
+        --num-reserved-decode-tokens=512 --prefill-delayer-token-usage-low-watermark=0.5
+        --sampling-mask-max-tokens=4 --skip-tokenizer-init
+        --speculative-ngram-external-corpus-max-tokens=10 --speculative-num-draft-tokens=4
+        --speculative-token-map=/map --ssl-keyfile=/k --swa-full-tokens-ratio=0.8
+        --tbo-token-distribution-threshold=0.48 --tokenizer-metrics-custom-labels-header=x-labels
+        --tokenizer-path=x --tool-call-parser=qwen25 --uvicorn-access-log-exclude-prefixes=/metrics
+    """,
+    "gateway": """
+        --balance-token-usage-threshold=1.0 --client-key-path=/k --dp-minimum-tokens-scheduler
+        --enable-token-usage-details --header-read-timeout-secs=30 --jwt-audience=x --jwt-issuer=x
+        --jwt-jwks-uri=https://h/keys --jwt-role-mapping=Gateway.Admin=admin
+        --least-load-mean-prefill-tokens=1024 --mesh-tls-key=/k --oracle-external-auth
+        --overload-token-usage-threshold=1.0 --prefix-token-count=256
+        --rate-limit-tokens-per-second=10 --request-id-headers=x-request-id
+        --routing-key-headers=x-key --routing-key-override --sticky-key-idle-secs=60
+        --storage-context-headers=x-tenant=tenant --tenant-header-name=x-tenant --tls-key-path=/k
+        --tokenizer-path=x --trust-tenant-header --worker-overload-token-usage=0.8
+    """,
+    "dynamo": """
+        --active-prefill-tokens-threshold=10 --active-prefill-tokens-threshold-frac=0.5
+        --enable-anthropic-api --nats-tls-client-key-path=/k --router-track-prefill-tokens
+        --router-tracking-key-file=/k --router-tracking-key-id=one --tcp-tls-client-key-path=/k
+        --tcp-tls-key-path=/k --tls-key-path=/k --tokenizer=default
+        --prefill-max-new-token-samples=10 --decode-max-kv-read-token-samples=10
+    """,
+}
+"""Flags of vLLM 0.33, SGLang 0.5.23, smg 1.13 and Dynamo 1.6.1 with a word of secrets in them."""
+
+
+@pytest.mark.parametrize("kind", SOUNDING)
+@pytest.mark.parametrize("apart", [False, True])
+def test_flags_of_the_engines_that_only_sound_like_secrets_pass(kind: str, *, apart: bool) -> None:
+    flags = tuple(SOUNDING[kind].split())
+    if apart:
+        flags = tuple(part for flag in flags for part in flag.split("=", 1))
+    if kind == "gateway":
+        gateway = sglang.Gateway(flags=flags)
+        argv = planned(sglang.Launch(model=MODEL, gateway=gateway)).components[-1].argv
+        argv = argv[: argv.index("--worker-urls")]
+    elif kind == "dynamo":
+        argv = planned(DynamoLaunch(model=MODEL, frontend_flags=flags)).components[0].argv
+    else:
+        argv = planned(KINDS[kind](model=MODEL, flags=flags)).components[0].argv
+    assert argv[-len(flags) :] == flags
 
 
 @pytest.mark.parametrize(
@@ -249,6 +331,13 @@ def test_flags_that_only_sound_like_secrets_or_like_others_pass() -> None:
         ("MY_API_KEY", "my-secret"),
         ("DB_PASSWORD", "db-secret"),
         ("REDIS_URL", "redis://user:secret@host"),
+        ("OTEL_HEADERS", "Authorization=Bearer secret"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "x-some=secret"),
+        ("GH_PAT", "secret"),
+        ("AWS_SECRET_ACCESS", "secret"),
+        ("SECRET_NAME", "secret"),
+        ("BASIC_AUTH", "secret"),
+        ("SOME_OPTIONS", '{"a": {"client_secret": "secret"}}'),
     ],
 )
 def test_a_variable_that_looks_like_a_credential_is_not_shown(name: str, value: str) -> None:
@@ -258,6 +347,22 @@ def test_a_variable_that_looks_like_a_credential_is_not_shown(name: str, value: 
     assert held.reveal() == value
     assert "secret" not in str(deployment)
     assert "secret" not in repr(deployment)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("SOME_MAX_TOKENS", "12"),
+        ("SOME_KEYS", ""),
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", "/run/token"),
+        ("PATH", "/bin"),
+        ("SOME_OPTIONS", '{"eos_token": "</s>"}'),
+    ],
+)
+def test_a_variable_that_only_sounds_like_a_credential_is_shown(name: str, value: str) -> None:
+    deployment = planned(vllm.Launch(model=MODEL, environment={name: value}))
+    assert deployment.components[0].environment[name] == value
 
 
 def test_paths_are_made_absolute_and_names_stay() -> None:

@@ -17,7 +17,7 @@ from genapi.providers.shapes.launch import (
     LaunchConfig,
     flags_of,
     refuse_flags,
-    refuse_user_info,
+    refuse_secrets,
 )
 from genapi.types.address import host_port, url_of
 from genapi.types.config import FleetConfig, Key, Topology
@@ -96,7 +96,7 @@ class Launch(LaunchConfig):
     def _consistent(self) -> Self:
         refuse_flags(self.flags, fields=_FIELDS)
         refuse_flags(self.frontend_flags, fields=_FRONTEND_FIELDS)
-        refuse_user_info(json.dumps(dict(self.kv_transfer)), "kv_transfer=")
+        refuse_secrets(json.dumps(dict(self.kv_transfer)), "kv_transfer=")
         if bool(self.prefill_workers) != bool(self.decode_workers):
             raise ValueError(
                 f"prefill_workers={self.prefill_workers} with decode_workers="

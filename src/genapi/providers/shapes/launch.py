@@ -1,20 +1,21 @@
 """What launching an engine's servers has in common: the fields, and how a command line is written.
 
-Flags are written `--name=value`, each once. What genapi sets, and what may be a secret, is refused
-among a user's own flags. A variable whose name or value looks like a credential is held as a `Key`.
+Flags are written `--name=value`, each once. What genapi sets, and what may be a secret (`secrets`),
+is refused among a user's own flags. A variable that may be one is held as a `Key`.
 The rule of this file: no key on a command line, none in anything that can be shown.
 """
 
 import json
-import re
 import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from genapi.providers.shapes.secrets import holds_secret, may_be_secret
 from genapi.types.base import Value
 from genapi.types.config import Key
 from genapi.types.launch import Need, PortNumber, PortWish
@@ -26,7 +27,7 @@ __all__ = (
     "flags_of",
     "held",
     "refuse_flags",
-    "refuse_user_info",
+    "refuse_secrets",
 )
 
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -40,8 +41,7 @@ def held(key: str | Key | None) -> Key | None:
 GivenKey = Annotated[str | Key | None, AfterValidator(held)]
 """A key as users give it: its text, or where it is. What is held is a `Key`."""
 
-_CREDENTIAL = re.compile(r"(?i)(^|[-_])(api-?key|keys?|token|secret|passw(or)?d|credentials?)$")
-_USER_INFO = re.compile(r"://[^/@\s]+@")
+_KEY_FLAGS = ("admin-api-key", "api-key", "hf-token", "oracle-password", "tenant-api-key")
 _ANY_ADDRESS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - refused
 
 
@@ -60,8 +60,8 @@ class LaunchConfig(Value):
         dtype: of weights and activations; None = the engine decides.
         max_model_len: longest prompt plus output in tokens; None = the model's.
         flags: further flags of every worker, `--name=value` or `--name`.
-        environment: further variables of every component. One that is named like a credential,
-            or a URL with user info, is taken as a key: `env:NAME` and `file:PATH` are looked up.
+        environment: further variables of every component. One that may be a secret, by its name or
+            by what is in it, is taken as a key: `env:NAME` and `file:PATH` are looked up.
         inherit: variables of this process that components get besides the usual ones.
     """
 
@@ -83,7 +83,9 @@ class LaunchConfig(Value):
     @classmethod
     def _keys_hidden(cls, environment: Mapping[str, str | Key]) -> Mapping[str, str | Key]:
         return {
-            name: Key(value) if isinstance(value, str) and _is_secret(name, value) else value
+            name: Key(value)
+            if isinstance(value, str) and (may_be_secret(name, value) or holds_secret(value))
+            else value
             for name, value in environment.items()
         }
 
@@ -92,7 +94,7 @@ class LaunchConfig(Value):
     def _no_flag(cls, model: str) -> str:
         if model.startswith("-"):
             raise ValueError(f"model={model!r} begins like a flag")
-        refuse_user_info(model, "model=")
+        refuse_secrets(model, "model=")
         return model
 
     @field_validator("host")
@@ -168,32 +170,36 @@ def refuse_flags(flags: Iterable[str], *, fields: Mapping[str, str]) -> None:
         flags: the user's.
         fields: the field by the flag that it sets.
     """
-    for given in flags:
-        refuse_user_info(given, "a flag")
-        if not given.startswith("-"):
+    for flag, following in pairwise([*flags, "-"]):
+        name, equals, value = flag.lstrip("-").partition("=")
+        if not flag.startswith("-"):
+            refuse_secrets(flag, "what follows a flag")
             continue
-        name = given.lstrip("-").partition("=")[0].replace("_", "-")
-        if _CREDENTIAL.search(name) or _abbreviates(name, ("api-key", "admin-api-key")):
+        refuse_secrets(value, f"flag '--{name}'")
+        name = name.replace("_", "-")
+        held_by = value if equals else None if following.startswith("-") else following
+        if may_be_secret(name, held_by) or _abbreviates(name, _KEY_FLAGS):
             raise ValueError(
                 f"flag '--{name}' would show a secret to whoever lists processes; use the fields "
                 "for keys, or a variable in environment="
             )
-        for flag, field in fields.items():
-            if name == flag or _abbreviates(name, (flag,)):
+        for taken, field in fields.items():
+            if name == taken or _abbreviates(name, (taken,)):
                 raise ValueError(f"flag '--{name}' is genapi's to set; use {field}")
 
 
-def refuse_user_info(text: str, what: str) -> None:
-    """Raise `ValueError` for a part of a command line that holds a URL with user info.
+def refuse_secrets(text: str, what: str) -> None:
+    """Raise `ValueError` for a part of a command line that has a secret in it.
 
     Args:
         text: the part.
         what: what a message calls it; the text itself is in none.
     """
-    if _USER_INFO.search(text):
+    if holds_secret(text):
         raise ValueError(
-            f"{what} holds a URL with user info, which would show a secret to whoever lists "
-            "processes; use a variable in environment="
+            f"{what} holds a URL with user info, a header with a key or a field that is named like "
+            "a secret, which would show it to whoever lists processes; use a variable in "
+            "environment="
         )
 
 
@@ -204,7 +210,3 @@ def _text(value: Any) -> str:
 def _abbreviates(name: str, flags: Iterable[str]) -> bool:
     # argparse takes any beginning that is of one flag alone.
     return bool(name) and any(flag.startswith(name) and flag != name for flag in flags)
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return bool(_CREDENTIAL.search(name) or _USER_INFO.search(value))
