@@ -416,9 +416,13 @@ class Fleet:
         members = self._membership.members
         silent = [url for url, member in members.items() if member.facts is None]
         failed = "; ".join(f"{url}: {error}" for url, error in failures.items())
-        seen = failed or missing or f"no answer yet from {', '.join(silent or members)}"
+        seen = failed or missing or f"no answer yet from {self._awaited(silent or [*members])}"
         message = f"the fleet was not ready within timeout_s={timeout_s}: {seen}"
         raise FleetError(message)
+
+    def _awaited(self, urls: list[str]) -> str:
+        """Who is waited for: these, or the list where nobody is known of it yet."""
+        return few(urls, separator=", ") or f"the list of workers at {self._discovery}"
 
     def _lacks(self) -> str:
         """What is missing of the fleet though everybody that was read answers; empty = nothing."""
@@ -916,6 +920,7 @@ class _Look(Generic[T]):
                 answer.set_result(await self._read())
             except Exception as error:  # noqa: BLE001 - it is raised where it is awaited
                 answer.set_exception(error)
+                answer.exception()  # whoever asked may wait no longer, and then nobody sees it
             finally:
                 self._rounds.end()
                 _leave_unknown(answer)

@@ -1,5 +1,7 @@
 """What a fleet behind a Dynamo frontend promises, over an embedded deployment."""
 
+import asyncio
+import gc
 import json
 from dataclasses import replace
 from functools import partial
@@ -898,3 +900,50 @@ async def test_the_list_is_looked_for_where_the_target_says(
         with pytest.raises(FleetError, match="nobody"):
             await fleet.wait_ready(timeout_s=0.05)
     assert f"{listed}/v1/rl/workers" in asked
+
+
+class Unanswered:
+    """A transport that answers nothing until it is told to, and then fails."""
+
+    in_process = False
+
+    def __init__(self) -> None:
+        self.released = anyio.Event()
+        self.failed = anyio.Event()
+
+    async def send(self, base_url: str, call: Any, *, headers: Any = ()) -> Any:
+        del base_url, call, headers
+        await self.released.wait()
+        self.failed.set()
+        raise genapi.TransportError("released", phase="not_sent")
+
+    stream = send  # nothing is streamed
+
+
+async def test_a_list_that_does_not_answer_is_named() -> None:
+    transport: Any = Unanswered()
+    async with genapi.connect("dynamo://h:8000", transport=transport) as fleet:
+        with pytest.raises(FleetError, match=r"no answer yet from .* at http://h:8001$"):
+            await fleet.wait_ready(timeout_s=0.05)
+
+
+async def test_a_list_that_fails_when_nobody_waits_for_it_any_more_is_no_stray_exception() -> None:
+    strays: list[Any] = []
+    loop = asyncio.get_running_loop()
+    handler = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _loop, context: strays.append(context))
+    transport: Any = Unanswered()
+    try:
+        async with genapi.connect("dynamo://h:8000", transport=transport) as fleet:
+            with pytest.raises(FleetError, match="no answer yet"):
+                await fleet.wait_ready(timeout_s=0.05)
+            transport.released.set()
+            with anyio.fail_after(5):
+                await transport.failed.wait()
+                with pytest.raises(FleetError, match="released"):
+                    await fleet.listed()
+        del fleet
+        gc.collect()
+    finally:
+        loop.set_exception_handler(handler)
+    assert strays == []
