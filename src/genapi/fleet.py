@@ -393,7 +393,8 @@ class Fleet:
         Raises:
             FleetError: not ready in time; names what each worker answered last.
             AuthError: a worker refused the key.
-            ConfigError: something else than the provider's engine answers.
+            ConfigError: something else than the provider's engine answers, or one server at two
+                addresses.
         """
         self._requests()
         timeout_s = seconds("timeout_s", timeout_s)
@@ -427,6 +428,12 @@ class Fleet:
     def _lacks(self) -> str:
         """What is missing of the fleet though everybody that was read answers; empty = nothing."""
         lacks = []
+        try:
+            self._membership.check_distinct()
+        except ConfigError as error:
+            if self._directory is None:
+                raise
+            lacks.append(str(error))  # a list may mend itself
         try:
             self._membership.check(self.config.expect)
         except FleetError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from genapi.errors import FleetError
+from genapi.errors import ConfigError, FleetError
 from genapi.events import Observe, WorkerFenced, ignore
 from genapi.providers.base import Capabilities, Listed, WorkerFacts
 from genapi.publication.intervals import Sight
@@ -18,6 +18,9 @@ from genapi.types.policy import ContextRule, PolicyVersion, is_updating_label, p
 from genapi.types.worker import Fence, FenceStrength, FleetSnapshot, Recovery, WorkerState
 
 __all__ = ("Member", "Membership")
+
+_TELLING = 12
+"""A name of a life is random or a time. Shorter ones may be the same of two servers by chance."""
 
 
 @dataclass(slots=True)
@@ -469,6 +472,28 @@ class Membership:
     def salt(self) -> str | None:
         """What keeps cache entries of one version from requests of another; None = nothing."""
         return self.committed.label if self.salted and self.committed is not None else None
+
+    def check_distinct(self) -> None:
+        """Raise where two addresses were read to be one life of one server.
+
+        Raises:
+            ConfigError: names both.
+        """
+        found: dict[tuple[object, ...], Member] = {}
+        for member in self.members.values():
+            facts = member.facts
+            if facts is None or member.suspect or facts.id is not None:
+                continue
+            # Ranks of one data-parallel group may have been started from one configuration.
+            life = (facts.instance, facts.dp_group, facts.places)
+            if facts.instance is None or len(facts.instance) < _TELLING:
+                continue
+            other = found.setdefault(life, member)
+            if other is not member:
+                raise ConfigError(
+                    f"{other.url} and {member.url} are one server: both say that they are its life "
+                    f"{facts.instance!r}; name each worker once"
+                )
 
     def check(self, expect: Topology | None) -> None:
         """Compare with the expected topology.

@@ -578,6 +578,7 @@ class WeightPublisher:
             await self._fleet.snapshot()
         if self._fleet.is_discovered:
             self._fleet.check_discovered(whole=self._min_workers is None)
+        membership.check_distinct()
         for member in membership.members.values():
             self._doubt(member)
         return {m.id or nameless(membership.provider, m): m for m in membership.members.values()}

@@ -16,7 +16,7 @@ from genapi.transports.memory import MemoryTransport
 from genapi.types.config import Topology
 from genapi.types.ids import Role
 from genapi.types.worker import FenceStrength, Recovery
-from genapi.wire.http import HTTPCall
+from genapi.wire.http import HTTPCall, HTTPReply
 from tests.contract.embedded import QUICK, request, rig, weights
 from tests.support.raw_server import Exchange, serving
 
@@ -40,6 +40,34 @@ def publisher(fleet: genapi.Fleet) -> genapi.WeightPublisher:
 
 async def publish(fleet: genapi.Fleet, step: int) -> genapi.PublishReport:
     return await publisher(fleet).publish(step, genapi.weights.from_tensors(weights(1)))
+
+
+class Named(MemoryTransport):
+    """Embedded servers at addresses such as `http://a0:1` and `http://b0:1`, both of the first."""
+
+    @staticmethod
+    def _server(url: str) -> str:
+        return f"memory://{url[len('http://x')]}"
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        return await super().send(self._server(base_url), call, headers=headers)
+
+
+@pytest.mark.parametrize("provider", ["vllm", "sglang"])
+async def test_one_server_at_two_addresses_is_not_two_workers(provider: str) -> None:
+    cluster = Cluster.from_query({"protocol": provider, "workers": "2"})
+    target = f"{provider}://a0:1,a1:1,b0:1"
+    wanted = "http://a0:1 and http://b0:1 are one server"
+    async with genapi.connect(target, transport=Named(cluster), run="r") as fleet:
+        with pytest.raises(genapi.ConfigError, match=wanted), anyio.fail_after(5):
+            await fleet.wait_ready(timeout_s=60)
+        with pytest.raises(genapi.ConfigError, match=wanted):
+            await publish(fleet, 1)
+    assert {worker.engine.label for worker in cluster.workers} == {"default"}
+    async with genapi.connect(f"{provider}://a0:1,b1:1", transport=Named(cluster)) as fleet:
+        assert len((await fleet.wait_ready(timeout_s=5)).workers) == 2
 
 
 # the expected topology

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -54,7 +55,9 @@ class Servers:
         if path in names:
             return HTTPReply(200, recorded(names[path]).body, {}, url)
         if path == "/server_info":
-            info = {**recorded("server_info_trimmed").json_object(), "dp_size": 1}
+            told = recorded("server_info_trimmed").json_object()
+            lives = told["startup_time"] | {"tokenizer_e2e": urlsplit(url).port}
+            info = {**told, "dp_size": 1, "startup_time": lives}
             return HTTPReply(200, json.dumps(info).encode(), {}, url)
         return HTTPReply(200, b"", {}, url)
 

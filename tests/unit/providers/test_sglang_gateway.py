@@ -319,6 +319,17 @@ async def test_a_worker_that_cannot_be_used_is_named_with_why_where_it_is_expect
             await fleet.wait_ready(timeout_s=0.3)
 
 
+async def test_one_server_that_is_listed_twice_is_said_to_be_one() -> None:
+    gateway = Gateway(2)
+    gateway.listed.append("http://w00:1")
+    wanted = "http://w00:1 and http://w0:1 are one server"
+    async with behind(gateway) as fleet:
+        with pytest.raises(genapi.FleetError, match=wanted):
+            await fleet.wait_ready(timeout_s=0.3)
+        gateway.listed.pop()
+        assert len((await fleet.wait_ready(timeout_s=5)).workers) == 2
+
+
 def test_a_list_elsewhere_is_for_a_target_that_discovers() -> None:
     with pytest.raises(ConfigError, match=r"\?workers=discover"):
         genapi.connect("sglang://w:1", discovery_url="http://gateway:1")
