@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -900,6 +901,28 @@ async def test_the_list_is_looked_for_where_the_target_says(
         with pytest.raises(FleetError, match="nobody"):
             await fleet.wait_ready(timeout_s=0.05)
     assert f"{listed}/v1/rl/workers" in asked
+
+
+class Misnamed(MemoryTransport):
+    """A list that names the frontend's own address as that of the first worker."""
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        reply = await super().send(base_url, call, headers=headers)
+        if call.path != "/v1/rl/workers":
+            return reply
+        return replace(reply, body=reply.body.replace(b"memory://2", b"memory://0"))
+
+
+async def test_a_listed_address_where_no_worker_is_is_blamed_and_not_the_model() -> None:
+    transport = Misnamed(Cluster.from_query({"protocol": "dynamo"}))
+    target = "embedded://?protocol=dynamo"
+    wanted = "memory://0/engine/.* answered 404: .* list of workers names that address"
+    async with genapi.connect(target, transport=transport, model="tiny") as fleet:
+        with pytest.raises(ConfigError, match=wanted) as caught:
+            await fleet.wait_ready(timeout_s=5)
+    assert "model" not in str(caught.value)
 
 
 class Unanswered:

@@ -197,8 +197,15 @@ def require(reply: HTTPReply) -> dict[str, Any]:
     """The object that a worker answered, which says itself that it did what was asked.
 
     Raises:
+        ConfigError: no worker is administered there.
         GenAPIError: it says or shows otherwise.
     """
+    if reply.status == NOT_FOUND:
+        raise ConfigError(
+            f"{reply.url} answered {NOT_FOUND}: {error_text(reply.body).message} (the list of "
+            "workers names that address, where no Dynamo worker is administered: check the "
+            "worker's DYN_SYSTEM_PORT, and what else listens there)"
+        )
     if not reply.ok:
         raise error_of(reply, now=0.0)
     body = reply.json_object()
