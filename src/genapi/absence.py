@@ -22,6 +22,7 @@ from genapi.fleet import Fleet
 from genapi.membership import Member
 from genapi.providers.base import Listed, WorkerFacts
 from genapi.receipts import receipt_left_out
+from genapi.shown import few
 from genapi.types.config import PublishTimeouts
 from genapi.types.ids import WorkerId
 from genapi.types.policy import PolicyVersion
@@ -228,9 +229,9 @@ def check_reached(members: Iterable[Member]) -> None:
     strangers = [m.name for m in members if m.facts is None]
     if strangers:
         message = (
-            f"workers {', '.join(strangers)} were never reached, so nothing can be published: "
-            "start them again (a restarter does), or publish without them (on_partial='serve', "
-            "min_workers=...); fleet.wait_ready() says how each one fails"
+            f"workers {few(strangers, separator=', ')} were never reached, so nothing can be "
+            "published: start them again (a restarter does), or publish without them "
+            "(on_partial='serve', min_workers=...); fleet.wait_ready() says how each one fails"
         )
         raise FleetError(message)
 

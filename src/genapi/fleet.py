@@ -78,6 +78,8 @@ _LOOKS_PER_S = 50.0
 """Most workers read in a second to date replies: each read is about ten calls."""
 _OUT_OF_TOUCH = 2.0
 """After so many `refresh_s` without a request, the next one waits for a look."""
+_READS_AT_ONCE = 128
+"""Most workers read at the same time: more hold up the event loop, and files run out."""
 _FINAL = (AuthError, ConfigError, UnsupportedError)
 """Failures that waiting does not mend."""
 
@@ -190,6 +192,7 @@ class Fleet:
         self.publishing = asyncio.Lock()
         self._first = asyncio.Lock()
         self._reading: dict[str, asyncio.Lock] = {}
+        self._reads = asyncio.Semaphore(_READS_AT_ONCE)
         self._read_at: dict[str, float] = {}
         self._looks: dict[str | None, _Look[Reading]] = {}
         self._lists: _Look[Listing] | None = None
@@ -416,7 +419,7 @@ class Fleet:
                 wait = min(wait * 2, _POLL_S[1])
         members = self._membership.members
         silent = [url for url, member in members.items() if member.facts is None]
-        failed = "; ".join(f"{url}: {error}" for url, error in failures.items())
+        failed = few([f"{url}: {error}" for url, error in failures.items()])
         seen = failed or missing or f"no answer yet from {self._awaited(silent or [*members])}"
         message = f"the fleet was not ready within timeout_s={timeout_s}: {seen}"
         raise FleetError(message)
@@ -572,9 +575,9 @@ class Fleet:
         Raises:
             TransportError: nobody is listed there any more (refused), or nobody can be reached.
         """
-        for worker in listing.workers:
-            if worker.url == url and worker.error is None:
-                return worker.facts
+        found = listing.reached.get(url)
+        if found is not None:
+            return found.facts
         member = self._membership.members.get(url)
         for worker in listing.workers:
             named = worker.facts.id is not None and member is not None
@@ -654,7 +657,7 @@ class Fleet:
 
     async def _take_in(self, url: str, listing: Listing | None) -> Sight:
         """Inspect one worker and take it in. Reads of one worker follow one another."""
-        async with self._reading.setdefault(url, asyncio.Lock()):
+        async with self._reading.setdefault(url, asyncio.Lock()), self._reads:
             self._read_at[url] = asyncio.get_running_loop().time()
             member = self._membership.members.get(url)
             if member is None:

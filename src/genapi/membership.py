@@ -11,6 +11,7 @@ from genapi.errors import ConfigError, FleetError
 from genapi.events import Observe, WorkerFenced, ignore
 from genapi.providers.base import Capabilities, Listed, WorkerFacts
 from genapi.publication.intervals import Sight
+from genapi.shown import few
 from genapi.types.board import BoardState
 from genapi.types.config import Topology
 from genapi.types.ids import Role, WorkerId
@@ -504,7 +505,7 @@ class Membership:
         if expect is None:
             return
         read = [m for m in self.members.values() if m.facts is not None]
-        seen = ", ".join(m.name for m in read) or "none"
+        seen = few([m.name for m in read], separator=", ") or "none"
         if expect.workers is not None and len(read) != expect.workers:
             message = f"{len(read)} of {expect.workers} workers seen: {seen}"
             raise FleetError(message)

@@ -43,6 +43,7 @@ from genapi.publication.ranks import Ranked, RankPlan, plan_groups
 from genapi.publication.transaction import Progress, Transaction
 from genapi.publication.verification import Checks, levels_of
 from genapi.receipts import receipt_of
+from genapi.shown import few
 from genapi.types.arguments import flag, one_of, whole, with_methods
 from genapi.types.board import BoardState
 from genapi.types.config import PublishTimeouts
@@ -549,7 +550,7 @@ class WeightPublisher:
         if len(ways) > 1:
             raise FleetError(
                 f"the workers are administered in ways that cannot be mixed in one publication: "
-                f"{', '.join(admins)}"
+                f"{few(admins, separator=', ')}"
             )
         return next(iter(admins.values()), self._admin_of(None))
 

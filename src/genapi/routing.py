@@ -13,6 +13,7 @@ from genapi.errors import FleetError, TransportError
 from genapi.membership import Member, Membership
 from genapi.providers.base import Pin
 from genapi.runs import Run, Sending
+from genapi.shown import few
 from genapi.types.config import FleetConfig
 from genapi.versions import Versions, may_meet
 
@@ -180,11 +181,13 @@ class Routing:
     def _reasons(self, members: Iterable[Member] | None = None) -> str:
         shown = self._membership.generating() if members is None else members
         barriers = {m.name: m.fence or m.left for m in shown}
-        return "; ".join(
-            f"{name}: {fence.reason} (way back: {fence.recovery})"
-            if fence is not None
-            else f"{name}: does not answer"
-            for name, fence in barriers.items()
+        return few(
+            [
+                f"{name}: {fence.reason} (way back: {fence.recovery})"
+                if fence is not None
+                else f"{name}: does not answer"
+                for name, fence in barriers.items()
+            ]
         )
 
 

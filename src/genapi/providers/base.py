@@ -145,10 +145,16 @@ class Listing:
     Attributes:
         workers: in the order that ranks follow.
         missing: what the frontend still lacks, in words; None = it serves.
+        reached: those that the directory could reach, by their addresses.
     """
 
     workers: tuple[Listed, ...]
     missing: str | None = None
+    reached: Mapping[str, Listed] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        reached = {worker.url: worker for worker in self.workers if worker.error is None}
+        object.__setattr__(self, "reached", reached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -330,6 +330,53 @@ async def test_one_server_that_is_listed_twice_is_said_to_be_one() -> None:
         assert len((await fleet.wait_ready(timeout_s=5)).workers) == 2
 
 
+class Crowd:
+    """A gateway that lists 300 workers, none of which answers; or each refuses."""
+
+    in_process = False
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+        self.asked: set[str] = set()
+
+    async def send(
+        self, base_url: str, call: HTTPCall, *, headers: Mapping[str, str] = {}
+    ) -> HTTPReply:
+        del headers
+        if call.path == "/workers":
+            body = {"workers": [listed(f"http://w:{number}") for number in range(1000, 1300)]}
+            return HTTPReply(200, json.dumps(body).encode(), {}, base_url + call.path)
+        self.asked.add(base_url)
+        if self.refuses:
+            raise genapi.TransportError("refused", phase="not_sent", url=base_url)
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    stream = send  # nothing is streamed
+
+
+async def test_of_many_workers_some_are_read_at_a_time_and_the_error_names_the_first() -> None:
+    transport: Any = Crowd(refuses=False)
+    async with genapi.connect("sglang://gateway:1?workers=discover", transport=transport) as fleet:
+        with pytest.raises(genapi.FleetError, match=r"no answer yet from .* 295 more$") as caught:
+            await fleet.wait_ready(timeout_s=1)
+    assert str(caught.value).count("http://w:") == 5
+    assert 0 < len(transport.asked) <= 128
+
+
+async def test_of_many_workers_that_fail_the_errors_name_the_first() -> None:
+    transport: Any = Crowd(refuses=True)
+    async with genapi.connect("sglang://gateway:1?workers=discover", transport=transport) as fleet:
+        with pytest.raises(genapi.FleetError, match=r"refused; and 295 more$") as unready:
+            await fleet.wait_ready(timeout_s=2)
+        async with genapi.WeightPublisher(fleet, transport=genapi.weights.Memory()) as publisher:
+            with pytest.raises(genapi.FleetError, match="and 295 more were never") as unreached:
+                await publisher.adopt(0)
+    for caught in (unready, unreached):
+        assert str(caught.value).count("http://w:") == 5
+    assert len(transport.asked) == 300
+
+
 def test_a_list_elsewhere_is_for_a_target_that_discovers() -> None:
     with pytest.raises(ConfigError, match=r"\?workers=discover"):
         genapi.connect("sglang://w:1", discovery_url="http://gateway:1")
