@@ -12,7 +12,8 @@ from genapi.providers import sglang
 from genapi.types.launch import Deployment
 from tests.support.launch_plans import KINDS, planned, texts
 
-NAMES = st.text("abcdefghijklmnopqrstuvwxyz", min_size=6, max_size=10)
+NAMES = st.text("bcdfghjklmnpqrstvwxz", min_size=6, max_size=10)
+"""Without vowels: no flag of these is called like a secret."""
 SECRETS = st.text("ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", min_size=16, max_size=24)
 PORTS = st.lists(st.integers(1024, 19999), min_size=3, max_size=3, unique=True)
 
