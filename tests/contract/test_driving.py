@@ -4,7 +4,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Se
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import msgspec
@@ -450,13 +450,24 @@ class Unwritten:
     def check(self, manifest: Sequence[TensorMeta], *, in_process: bool) -> None:
         del manifest, in_process
 
+    def opened(self) -> Self:
+        return self
+
+    async def close(self) -> None:
+        return
+
+    async def taken(self) -> AbstractSet[PolicyVersion]:
+        return frozenset()
+
     async def write(
         self,
         version: PolicyVersion,
         manifest: Sequence[TensorMeta],
         buckets: AsyncIterable[Bucket],
+        *,
+        supersedes: bool = False,
     ) -> str:
-        del version, manifest
+        del version, manifest, supersedes
         async for _ in buckets:
             pass
         await anyio.sleep_forever()
