@@ -197,7 +197,9 @@ class DynamoWorker:
 
     async def _resume(self, _body: _Body, _: Call) -> dict[str, Any]:
         await self.engine.rpc(self.engine.resume)
-        self._paused, self.registered = False, True
+        self._paused = False
+        if self.config.family != "vllm":
+            self.registered = True
         return {"status": "ok", "message": "Engine resumed"}
 
     async def _is_paused(self, _body: _Body, _: Call) -> dict[str, Any]:

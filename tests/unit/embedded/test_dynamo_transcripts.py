@@ -390,6 +390,23 @@ async def test_a_worker_that_sleeps_stays_listed_and_gets_nothing() -> None:
         await replay(client, "vllm_sleep_wake")
 
 
+async def test_a_worker_that_sleeps_gets_requests_once_it_is_woken_and_not_once_it_is_resumed() -> (
+    None
+):
+    async with serving() as client:
+
+        async def routed() -> set[str]:
+            _, health = await client.get(FRONTEND, "/health")
+            return {one["endpoint"] for one in health["instances"]}
+
+        await client.engine("control/sleep")
+        for route in ("pause_generation", "resume_generation"):
+            await client.engine(route)
+            assert "generate" not in await routed()
+        await client.engine("control/wake_up")
+        assert "generate" in await routed()
+
+
 async def test_a_simulated_worker_has_neither_routes_nor_scores() -> None:
     async with serving(family="mocker", engine=LARGE) as client:
         calls = recorded("mocker_no_rl_no_engine_routes")
