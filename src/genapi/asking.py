@@ -106,8 +106,8 @@ class Asking:
         ):
             membership.learn(url, facts)
             return Answer(Observed.REFUSED, f"it holds {held} already; publish a newer step")
-        if fence is not None:
-            # This process paused it itself, and a paused server cannot be told from a sleeping one.
+        if fence is not None and not facts.sleep_is_sure:
+            # This process paused it itself, which may be all that is told as sleep.
             facts = replace(facts, asleep=False)
         admin = self._admin_of(facts)
         admin.check(self._plan, facts, backend=self._backend)

@@ -866,6 +866,51 @@ async def test_a_worker_that_sleeps_makes_the_fleet_unready() -> None:
             await d.fleet.wait_ready(timeout_s=0.3)
 
 
+async def control(d: Deployment, number: int, what: str) -> None:
+    """Have a worker sleep, or wake up."""
+    call = HTTPCall(method="POST", path=f"/engine/control/{what}", body=b"{}")
+    assert (await d.calls.send(d.cluster.names[-len(d.workers) :][number], call)).ok
+
+
+async def refused_asleep(d: Deployment, publisher: genapi.WeightPublisher, step: int) -> None:
+    """A publication ends before it pauses anybody, as the second worker sleeps."""
+    paused = len([path for _, path, _ in d.calls.calls if path.endswith("pause_generation")])
+    with pytest.raises(PublishError) as caught:
+        await publisher.publish(step, from_tensors(weights(step)))
+    receipts = {r.worker.instance: r for r in caught.value.report.receipts}
+    assert {r.outcome for r in receipts.values()} == {Outcome.UNTOUCHED}
+    assert "wake_up" in (receipts[d.id(1)].error or "")
+    paths = [path for _, path, _ in d.calls.calls if path.endswith("pause_generation")]
+    assert len(paths) == paused
+
+
+async def test_a_fenced_worker_that_sleeps_is_refused_until_it_is_woken() -> None:
+    async with deployed() as d, d.publisher() as publisher:
+        await publisher.publish(1, from_tensors(weights(1)))
+        d.fail(1, "/engine/resume_generation", "error")
+        with pytest.raises(PublishError):
+            await publisher.publish(2, from_tensors(weights(2)))
+        fences = {w.id.instance: w.fence for w in (await d.fleet.snapshot()).workers}
+        assert fences[d.id(1)] is not None
+        await control(d, 1, "sleep")
+        await refused_asleep(d, publisher, 3)
+        await control(d, 1, "wake_up")
+        report = await publisher.publish(3, from_tensors(weights(3)))
+        assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+
+
+async def test_a_replacement_that_sleeps_is_refused_until_it_is_woken() -> None:
+    async with deployed() as d, d.publisher() as publisher:
+        await publisher.publish(1, from_tensors(weights(1)))
+        d.workers[1].restart()
+        await d.fleet.snapshot()
+        await control(d, 1, "sleep")
+        await refused_asleep(d, publisher, 2)
+        await control(d, 1, "wake_up")
+        report = await publisher.publish(2, from_tensors(weights(2)))
+        assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * 2
+
+
 async def test_workers_are_listed_by_the_frontend_alone() -> None:
     with pytest.raises(ConfigError, match="lists its workers itself"):
         genapi.connect("dynamo://h:8000?workers=w1:1")

@@ -88,6 +88,7 @@ class WorkerFacts:
         label: its weight label.
         paused: whether it generates nothing now.
         asleep: whether its weights or caches are released.
+        sleep_is_sure: whether no pause can be what `asleep` tells of.
         capabilities: what it can do.
         id: its whole name, where a directory gives it one; None = it goes by its address.
         details: what its provider notes for itself, such as how it is administered.
@@ -101,6 +102,7 @@ class WorkerFacts:
     label: str | None = None
     paused: bool | None = None
     asleep: bool = False
+    sleep_is_sure: bool = False
     capabilities: Capabilities = field(default_factory=Capabilities)
     id: WorkerId | None = None
     details: Mapping[str, str] = field(default_factory=dict)

@@ -408,6 +408,7 @@ def _of_list(
             role=role,
             # A pause leaves vLLM's worker in the routing, unlike that of others; sleep does not.
             asleep=family is Family.VLLM and worker.instance_id not in routed,
+            sleep_is_sure=family is Family.VLLM,
             details=details,
             capabilities=Capabilities(
                 models=tuple(name for name in (worker.model or model,) if name is not None),
