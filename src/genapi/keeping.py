@@ -68,13 +68,13 @@ class Keeping:
         """Have the store remove what nobody needs; why something stays that should not is told."""
         needed = self._needed()
         if needed is not None:
-            await self._remove(committed, partial(self._tidy, committed, needed))
+            self._tell(committed, await self._bounded(partial(self._tidy, committed, needed)))
 
     async def withdraw(self, version: PolicyVersion) -> None:
         """Have the store remove what was published in vain, as far as nobody has use for it."""
         self._failed.add(version)
         with anyio.CancelScope(shield=True):
-            await self._remove(version, self._sweep)
+            self._tell(version, await self._bounded(self._sweep))
 
     async def taken(self) -> AbstractSet[PolicyVersion]:
         """Versions whose names are taken in the store; what it does not tell, writing will."""
@@ -99,26 +99,46 @@ class Keeping:
         Args:
             unknown: why nobody knows whether it may go; None = what is known of workers is new.
         """
+        if unknown is None and self._unused():
+            with anyio.CancelScope(shield=True):
+                error = await self._bounded(self._sweep)
+            for version in self._unused()[:1]:
+                self._tell(version, error)
         for version in _sorted(self._failed):
-            if unknown is None:
-                with anyio.CancelScope(shield=True):
-                    await self._remove(version, self._sweep)
             names = [str(worker) for worker, used in self._users().items() if used == version]
             why = unknown or f"it may be read, or is held, by {', '.join(names)}"
             if unknown or names:
                 remedy = "remove it by hand once its workers are published to again, or restarted"
                 self._fleet.observe(OldVersionsKept(version=version, error=f"{why}: {remedy}"))
 
+    def _unused(self) -> list[PolicyVersion]:
+        """Versions that were published in vain, and that nobody has use for any more."""
+        return _sorted(self._failed - {*self._users().values()})
+
     async def _sweep(self) -> None:
-        for version in _sorted(self._failed - {*self._users().values()}):
-            await self._store.discard(version)
-            self._failed.remove(version)
+        """Remove what nobody has use for; what cannot be removed keeps nothing else from going."""
+        failed: GenAPIError | None = None
+        for version in self._unused():
+            try:
+                await self._store.discard(version)
+                self._failed.remove(version)
+            except GenAPIError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     async def _tidy(self, committed: PolicyVersion, needed: set[PolicyVersion]) -> None:
-        await self._sweep()
+        failed: GenAPIError | None = None
+        try:
+            await self._sweep()
+        except GenAPIError as error:
+            failed = error
         await self._store.tidy(committed, needed)
+        if failed is not None:
+            raise failed
 
-    async def _remove(self, told: PolicyVersion, remove: Callable[[], Awaitable[None]]) -> None:
+    async def _bounded(self, remove: Callable[[], Awaitable[None]]) -> str | None:
+        """Why a removal could not be done; None = it was."""
         error: str | None = f"not done within cleanup_s={self._limit_s:g}"
         with anyio.move_on_after(self._limit_s):
             try:
@@ -126,8 +146,11 @@ class Keeping:
                 error = None
             except GenAPIError as raised:
                 error = str(raised)
+        return error
+
+    def _tell(self, version: PolicyVersion, error: str | None) -> None:
         if error is not None:
-            self._fleet.observe(OldVersionsKept(version=told, error=error))
+            self._fleet.observe(OldVersionsKept(version=version, error=error))
 
     def _users(self) -> dict[WorkerId, PolicyVersion]:
         """Who may be reading a version that this publisher told them to load, or holds it."""

@@ -668,6 +668,33 @@ async def test_files_of_a_failed_attempt_that_cannot_be_removed_are_told(
         assert "cannot be written" in kept.error
 
 
+async def test_a_failed_version_that_cannot_be_removed_keeps_no_other_from_going(
+    protocol: str, tmp_path: pathlib.Path
+) -> None:
+    async with rig(protocol) as r:
+        async with publisher(r, Filesystem(tmp_path)) as p:
+            await p.publish(1, source(1))
+            r.fail(1, "lose_reply")
+            stays = (await failed(p, 2)).version
+            (tmp_path / "r-2-1" / "eval").mkdir()
+            for step in (3, 4):
+                report = await p.publish(step, source(step))
+                assert versions(tmp_path) == ["r-2-1", f"r-{step}-1"]
+                told = r.events[-1]
+                assert isinstance(told, OldVersionsKept)
+                assert (told.version, "eval" in told.error) == (report.version, True)
+            r.fail(1, "never_answer")
+            await failed(p, 5)
+            assert versions(tmp_path) == ["r-2-1", "r-4-1", "r-5-1"]
+            for worker in r.cluster.workers:
+                worker.kill()
+                worker.restart()
+            r.events.clear()
+        assert versions(tmp_path) == ["r-2-1", "r-4-1"]
+        (kept,) = [event for event in r.events if isinstance(event, OldVersionsKept)]
+        assert (kept.version, "eval" in kept.error) == (stays, True)
+
+
 async def test_one_worker_that_fails_takes_no_other_with_it(
     protocol: str, tmp_path: pathlib.Path
 ) -> None:
