@@ -66,7 +66,7 @@ class Claims:
                 disk.write(lock, f"{_this_process()}\n".encode(), 0)
             break
         rival = None if beside else self.rival(disk, directory, run)
-        if rival is not None:
+        if rival is not None and run in self._claims:
             self._give_up(run)
         return rival
 

@@ -351,6 +351,28 @@ async def test_without_locks_nobody_is_refused_and_nothing_is_written_over(
     assert folders(tmp_path) == ["r-1-1", "r-2-1"]
 
 
+class Unsteady(PosixDisk):
+    """Has no locks the first time that one is asked for."""
+
+    asked = 0
+
+    def lock(self, path: pathlib.Path, *, make: bool = True) -> int | None:
+        self.asked += 1
+        return super().lock(path, make=make) if self.asked > 1 else None
+
+
+async def test_a_publisher_that_could_not_lock_its_own_file_is_told_who_publishes_all_the_same(
+    tmp_path: pathlib.Path,
+) -> None:
+    first, second = Filesystem(tmp_path), Filesystem(tmp_path)
+    await put(first)
+    await second.write(TWO, metas_of(SOME), buckets(SOME), supersedes=True)
+    await first.close()
+    with pytest.raises(ConfigError, match="another publisher of this process"):
+        await put(Filesystem(tmp_path, disk=Unsteady()), version=PolicyVersion(run="r", step=3))
+    assert folders(tmp_path) == ["r-1-1", "r-2-1"]
+
+
 ORPHANED = """
 import os, sys
 import anyio
