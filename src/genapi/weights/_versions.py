@@ -116,11 +116,10 @@ class Versions:
         return {v for v in self._found() if not self._is_free(self._directory / name_of(v))}
 
     def discard(self, version: PolicyVersion) -> None:
-        """Remove a version, if it is there."""
+        """Remove a version, if it is there; an empty directory is none."""
         place = self._directory / name_of(version)
-        if place.name in self._disk.names(self._directory):
-            names = self._names_in(place)
-            if names is None or (names and not {MARKER, _LOCK} & {*names}):
+        if place.name in self._disk.names(self._directory) and not self._is_free(place):
+            if not {MARKER, _LOCK} & {*(self._names_in(place) or [])}:
                 raise self._taken(place)
             self._remove(version)
 

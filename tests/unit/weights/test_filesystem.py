@@ -264,6 +264,18 @@ async def test_what_is_in_the_way_of_a_version_and_not_genapis_is_refused_and_st
     assert everything(tmp_path) == before
 
 
+async def test_an_empty_folder_that_is_called_like_a_version_stays_when_that_is_discarded(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "r-1-1").mkdir()
+    store = Filesystem(tmp_path)
+    await store.discard(ONE)
+    assert folders(tmp_path) == ["r-1-1"]
+    await write(store)
+    await store.discard(ONE)
+    assert folders(tmp_path) == []
+
+
 async def test_a_version_that_is_there_is_never_written_over(tmp_path: pathlib.Path) -> None:
     await write(Filesystem(tmp_path))
     before = everything(tmp_path)
