@@ -300,8 +300,9 @@ class Frontend:
 
     def _health(self, here: list[Entry]) -> Reply:
         more = {"device_type": "cuda", "request_plane_codec": "msgpack"}
-        names = ("generate",) if self._config.family == "mocker" else ("generate", "rl")
-        found = [e.instance(name) | more for name in names for e in here if e.worker.registered]
+        found = [e.instance("generate") | more for e in here if e.worker.registered]
+        if self._config.family != "mocker":
+            found += [e.instance("rl") | more for e in here]
         ends = sorted({f"dyn://{i['namespace']}.{i['component']}.{i['endpoint']}" for i in found})
         return json_reply(200, {"status": "healthy", "endpoints": ends, "instances": found})
 

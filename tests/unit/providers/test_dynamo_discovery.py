@@ -519,6 +519,30 @@ def test_the_mocker_is_in_no_list() -> None:
     assert [w.facts.instance for w in found.workers] == ["7"]
 
 
+def endpoints(*names: str) -> list[dict[str, Any]]:
+    """Endpoints of one instance."""
+    return [{**instances(7)[0], "endpoint": name} for name in names]
+
+
+BESIDE = (
+    "rl",
+    "clear_kv_blocks",
+    "load_lora",
+    "unload_lora",
+    "list_loras",
+    "get_perf_metrics",
+    "worker_kv_query_source_1b83",
+)
+
+
+@pytest.mark.parametrize("name", ["generate", "sample"])
+def test_a_worker_sleeps_when_nothing_of_it_generates_whatever_that_is_called(name: str) -> None:
+    answers = whole(worker(7))
+    for there, asleep in ((endpoints(name, *BESIDE), False), (endpoints(*BESIDE), True)):
+        found, _ = read({**answers, "/health": health(*there)})
+        assert [w.facts.asleep for w in found.workers] == [asleep]
+
+
 @pytest.mark.parametrize(
     ("routes", "asleep"),
     [

@@ -49,6 +49,20 @@ _NO_URL: Final = "it is listed without system_url: start it with DYN_SYSTEM_PORT
 _OPTIONAL: Final = ("destroy_weights_update_group", "liveness_probe")
 """Routes that a worker of a family may have or lack."""
 
+_GENERATE: Final = "generate"
+_BESIDE: Final = frozenset(
+    {
+        "clear_kv_blocks",
+        "get_perf_metrics",
+        "list_loras",
+        "load_lora",
+        "rl",
+        "unload_lora",
+    }
+)
+"""Endpoints that a worker keeps beside the one that generates, which sleep leaves registered."""
+_FOR_ROUTERS: Final = "worker_kv_query_"
+
 InstanceId = Annotated[int, Meta(ge=0)]
 
 
@@ -131,7 +145,8 @@ class DynamoDirectory:
             HTTPCall(method="GET", path="/health", grant="data"),
             HTTPCall(method="GET", path="/v1/models", grant="data"),
         )
-        found, instances = _list(listed), _instances(health)
+        found, registered = _list(listed), _instances(health)
+        instances = [one for one in registered if one.endpoint == _GENERATE]
         names = _names(models)
         if model is None and len(names) == 1:
             model = names[0]
@@ -144,7 +159,8 @@ class DynamoDirectory:
             )
             ready = _ready(reply)
         counts = _counts(ready)
-        workers = _workers(found, instances, model=model, splits=_splits(counts, instances))
+        splits, routed = _splits(counts, instances), _routed(registered)
+        workers = _workers(found, instances, model=model, splits=splits, routed=routed)
         return Listing(
             workers=workers,
             missing=_missing(workers, names, model=model, ready=ready, counts=counts),
@@ -275,7 +291,7 @@ def _once(reply: HTTPReply, what: str, values: Sequence[object]) -> None:
 
 
 def _instances(reply: HTTPReply) -> list[_Instance]:
-    """Every instance that may get a request."""
+    """Every endpoint of every instance."""
     if reply.status in (UNAUTHORIZED, FORBIDDEN, BAD_GATEWAY, UNAVAILABLE):
         raise error_of(reply, now=0.0)
     if not reply.ok or b'"instances"' not in reply.body:
@@ -287,7 +303,16 @@ def _instances(reply: HTTPReply) -> list[_Instance]:
         health = msgspec.json.decode(reply.body, type=_Health)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ReplyError(f"{reply.url} breaks its contract: {error}", body=reply.body) from None
-    return [i for i in health.instances if i.endpoint == "generate"]
+    return health.instances
+
+
+def _routed(registered: Sequence[_Instance]) -> set[int]:
+    """The instances that may get a request, whatever `--endpoint` calls what generates."""
+    return {
+        one.instance_id
+        for one in registered
+        if one.endpoint not in _BESIDE and not one.endpoint.startswith(_FOR_ROUTERS)
+    }
 
 
 def _names(reply: HTTPReply) -> list[str]:
@@ -338,12 +363,16 @@ _ORDER = {Role.UNIFIED: 0, Role.PREFILL: 1, Role.DECODE: 2}
 
 
 def _workers(
-    listed: Sequence[_Worker], instances: Sequence[_Instance], *, model: str | None, splits: bool
+    listed: Sequence[_Worker],
+    instances: Sequence[_Instance],
+    *,
+    model: str | None,
+    splits: bool,
+    routed: Collection[int],
 ) -> tuple[Listed, ...]:
     known = {(worker.namespace, worker.instance_id) for worker in listed}
     mine = [w for w in listed if model is None or w.model in (None, model)]
     splits = splits or any("prefill" in w.component for w in mine)
-    routed = {one.instance_id for one in instances}
     found = [_of_list(worker, model=model, splits=splits, routed=routed) for worker in mine]
     # Of several models one cannot tell whose an instance is that names none.
     others = instances if len({w.model for w in listed} - {None}) <= 1 else ()
