@@ -131,7 +131,8 @@ class WorkerLeftOut(Event):
 class OldVersionsKept(Event):
     """Files stay that could not be removed, or are of a version that failed; `error` says why.
 
-    The next publication of the same publisher tries again.
+    The next publication of the same publisher tries again. What one tells of that is being closed
+    stays until another one commits a later version of the run there, or it is removed by hand.
     """
 
     version: PolicyVersion
