@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -693,6 +694,31 @@ async def test_a_failed_version_that_cannot_be_removed_keeps_no_other_from_going
         assert versions(tmp_path) == ["r-2-1", "r-4-1"]
         (kept,) = [event for event in r.events if isinstance(event, OldVersionsKept)]
         assert (kept.version, "eval" in kept.error) == (stays, True)
+
+
+class Looking(PosixDisk):
+    """Counts how often each file was asked to be locked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    def lock(self, path: pathlib.Path, *, make: bool = True) -> int | None:
+        self.asked[path.parent.name] += 1
+        return super().lock(path, make=make)
+
+
+async def test_a_publication_looks_once_at_what_others_write(tmp_path: pathlib.Path) -> None:
+    disk, held = Looking(), PosixDisk()
+    async with rig("vllm") as r, publisher(r, Filesystem(tmp_path, disk=disk)) as p:
+        (tmp_path / "other-3-1").mkdir()
+        file = held.lock(tmp_path / "other-3-1" / ".writing")
+        assert file is not None
+        await p.publish(1, source(1))
+        held.close(file)
+        assert disk.asked["other-3-1"] == 1
+        await p.publish(2, source(2))
+        assert disk.asked["other-3-1"] == 2
+        assert versions(tmp_path) == ["r-2-1"]
 
 
 async def test_one_worker_that_fails_takes_no_other_with_it(

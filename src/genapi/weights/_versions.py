@@ -59,8 +59,8 @@ class Versions:
         self._directory = directory
         self._disk = disk
 
-    def prepare(self) -> None:
-        """Make the directory, and remove what writers that died have left."""
+    def prepare(self, version: PolicyVersion) -> None:
+        """Make the directory, and remove what a writer of that version that died has left."""
         if self._directory.name in self._disk.names(self._directory.parent):
             if self._disk.is_link(self._directory) and not self._disk.is_directory(self._directory):
                 raise ConfigError(
@@ -70,8 +70,7 @@ class Versions:
         else:
             self._disk.make_directory(self._directory)
             self._disk.sync_directory(self._directory.parent)
-        for version in self._found():
-            self._remove_if_left(version)
+        self._remove_if_left(version)
 
     def draft(
         self, version: PolicyVersion, manifest: Sequence[TensorMeta], *, shard_bytes: int
@@ -108,7 +107,7 @@ class Versions:
         raise TransportError(f"{place} is removed again and again", phase="not_sent")
 
     def taken(self) -> set[PolicyVersion]:
-        """Versions whose names are taken, by whatever it is, once what was left is removed."""
+        """Versions whose names are taken, by whatever it is, once all that was left is removed."""
         if not self._disk.is_directory(self._directory):
             return set()
         for version in self._found():

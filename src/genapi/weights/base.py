@@ -278,7 +278,7 @@ class WeightStore(WeightTransport, Protocol):
         ...
 
     async def taken(self) -> AbstractSet[PolicyVersion]:
-        """Versions that cannot be written any more.
+        """Versions that cannot be written any more; asked once before each that is written.
 
         Raises:
             GenAPIError: the store failed.

@@ -209,7 +209,7 @@ class Filesystem:
                 "mount it"
             )
         versions = self._versions
-        versions.prepare()
+        versions.prepare(version)
         total = sum(meta.nbytes for meta in manifest)
         free = self.disk.free(directory)
         if free < total:

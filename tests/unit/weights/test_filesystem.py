@@ -204,7 +204,9 @@ async def test_what_a_writer_left_behind_is_removed_and_what_one_is_writing_is_n
     (left / "model.safetensors").write_bytes(b"half")
     (left / ".writing").touch()
     at_work = Versions(tmp_path, PosixDisk()).draft(TWO, metas_of(SOME), shard_bytes=1)
-    await write(Filesystem(tmp_path))
+    store = Filesystem(tmp_path)
+    assert await store.taken() == {TWO}
+    await write(store)
     assert folders(tmp_path) == ["r-1-1", "r-2-1"]
     at_work.discard()
     assert folders(tmp_path) == ["r-1-1"]
