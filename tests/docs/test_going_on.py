@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import itertools
 import pathlib
 import re
 from collections.abc import Awaitable, Callable
@@ -53,7 +54,8 @@ def recipe() -> Callable[[Any, GenerateRequest], Awaitable[GenerateOutput]]:
 class Aborting:
     """Answers with that many tokens and an abort each time, at last with what is left."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], end: FinishReason = FinishReason.LENGTH) -> None:
+        self.end = end
         self.asked: list[GenerateRequest] = []
         self._lengths = iter(lengths)
 
@@ -69,22 +71,28 @@ class Aborting:
         output = GenerateOutput(
             token_ids=TokenIds(range(first, first + tokens)),
             logprobs=np.full(tokens, -1.0 - step, dtype=np.float32),
-            finish_reason=FinishReason.ABORT if aborts else FinishReason.LENGTH,
+            finish_reason=FinishReason.ABORT if aborts else self.end,
             policy=PolicyTrace(spans=(span,) if tokens else (), source="engine"),
         )
         return GenerateResponse(request_id="r", outputs=(output,))
 
 
-@given(lengths=st.lists(st.integers(0, WHOLE), max_size=6))
-@example([10])
-@example([0])
-@example([WHOLE])
-def test_a_reply_goes_on_after_aborts_until_it_has_all_its_tokens(lengths: list[int]) -> None:
-    fleet = Aborting(lengths)
+@given(
+    lengths=st.lists(st.integers(0, WHOLE), max_size=6),
+    end=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+)
+@example([10], FinishReason.LENGTH)
+@example([0], FinishReason.STOP)
+@example([WHOLE], FinishReason.LENGTH)
+def test_a_reply_goes_on_after_aborts_until_it_has_all_its_tokens(
+    lengths: list[int], end: FinishReason
+) -> None:
+    fleet = Aborting(lengths, end)
     sampling = SamplingParams(max_tokens=WHOLE, min_tokens=LEAST)
     request = GenerateRequest(prompt_token_ids=PROMPT, sampling=sampling)
     out = asyncio.run(asyncio.wait_for(recipe()(fleet, request), 5))
-    assert out.finish_reason is FinishReason.LENGTH
+    was_cut_at_last = WHOLE in itertools.accumulate(lengths[: len(fleet.asked)])
+    assert out.finish_reason is (FinishReason.LENGTH if was_cut_at_last else end)
     assert list(out.token_ids) == list(range(len(PROMPT), len(PROMPT) + WHOLE))
     assert out.logprobs is not None
     assert len(out.logprobs) == len(out.policy) == WHOLE
