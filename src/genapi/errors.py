@@ -26,7 +26,7 @@ whoever wrote it.
 from collections.abc import Callable
 from typing import Any, Literal
 
-from genapi.shown import without_user_info
+from genapi.shown import beginning, without_user_info
 
 __all__ = (
     "AuthError",
@@ -128,9 +128,7 @@ class ReplyError(GenAPIError):
 
 
 def _beginning(body: bytes) -> bytes:
-    # Before it is cut, since half an address is not known as one.
-    text = body[: 10 * _BODY_SHOWN].decode("latin-1")
-    return without_user_info(text)[:_BODY_SHOWN].encode("latin-1")
+    return beginning(body.decode("latin-1"), _BODY_SHOWN).encode("latin-1")
 
 
 class IncompleteError(GenAPIError):
