@@ -52,8 +52,8 @@ _OVERLONG = re.compile(
 _TOGETHER = re.compile(r"tokens for the completion")
 _BUSY = re.compile(r"queue is full|[Tt]oo many|timed? ?out")  # READ 0.5.23 scheduler.py
 _QUOTED = r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\""""
-_VALIDATION = re.compile(rf"'loc': \((.*?)\), 'msg': (?:{_QUOTED})")
-_SHOWN = 300
+_LONGEST_PLACE = 400
+_VALIDATION = re.compile(rf"'loc': \((.{{0,{_LONGEST_PLACE}}}?)\), 'msg': (?:{_QUOTED})")
 
 
 def _plain(text: str) -> str:
@@ -62,7 +62,7 @@ def _plain(text: str) -> str:
         found = [f"{_field(loc)}: {one or other}" for loc, one, other in _VALIDATION.findall(rest)]
         # What it could not be read of is dropped all the same: it repeats the request.
         text = f"{head}: {'; '.join(found)}" if found else head
-    return text[:_SHOWN]
+    return text
 
 
 def _field(location: str) -> str:

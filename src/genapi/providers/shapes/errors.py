@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from genapi.errors import NotReadyError, OverloadedError, ProviderError
-from genapi.shown import without_user_info
+from genapi.shown import beginning
 from genapi.wire.http import HTTPReply
 from genapi.wire.retry import retry_after_s
 
@@ -39,6 +39,8 @@ BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, NOT_ALLOWED = 400, 401, 403, 40
 TOO_MANY, BAD_GATEWAY, UNAVAILABLE, GATEWAY_TIMEOUT = 429, 502, 503, 504
 
 _SHOWN = 300
+_MESSAGE_SHOWN = 2000
+"""Of what an engine says in a field of its own: what went wrong may stand at its end."""
 
 Tidy = Callable[[str], str]
 """What a provider leaves of a text of its engine."""
@@ -69,8 +71,7 @@ def error_text(body: bytes, *, tidy: Tidy = str) -> ErrorText:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        text = without_user_info(body[: 10 * _SHOWN].decode("utf-8", "replace"))
-        return ErrorText(text[:_SHOWN].strip() or "empty body")
+        return ErrorText(_shown(body.decode("utf-8", "replace"), tidy).strip() or "empty body")
     return error_value(value, tidy=tidy)
 
 
@@ -83,13 +84,17 @@ def error_value(value: Any, *, tidy: Tidy = str) -> ErrorText:
         if isinstance(value.get("message"), str):
             kind, param, code = value.get("type"), value.get("param"), value.get("code")
             return ErrorText(
-                tidy(value["message"]),
+                _shown(value["message"], tidy, _MESSAGE_SHOWN),
                 kind if isinstance(kind, str) else None,
                 param if isinstance(param, str) else None,
                 code if type(code) is int else None,
             )
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return ErrorText(tidy(without_user_info(text))[:_SHOWN])
+    return ErrorText(_shown(text, tidy))
+
+
+def _shown(text: str, tidy: Tidy, longest: int = _SHOWN) -> str:
+    return beginning(tidy(text), longest)
 
 
 def provider_error(
