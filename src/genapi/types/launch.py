@@ -13,13 +13,14 @@ from typing import Annotated, Protocol, Self
 from pydantic import Field
 
 from genapi.errors import ConfigError
+from genapi.shown import shortened
 from genapi.types.base import Value
 from genapi.types.config import FleetConfig, Key, base_url
 
 __all__ = ("Component", "Deployment", "Launchable", "Need", "Place", "PortWish")
 
 PortNumber = Annotated[int, Field(ge=1, le=65535, strict=True)]
-_SHOWN = 80
+_LONGEST = 80
 
 
 class PortWish(Value):
@@ -128,8 +129,7 @@ class Deployment(Value):
                 )
         for component in self.components:
             for what, value, why in _unfit(component):
-                shown = value if len(value) <= _SHOWN else value[:_SHOWN] + "..."
-                raise ConfigError(f"{component.name}: {what}{shown} {why}")
+                raise ConfigError(f"{component.name}: {what}{shortened(value, _LONGEST)} {why}")
             base_url(component.url, scheme="http")
             for name in component.after:
                 if name not in names:
