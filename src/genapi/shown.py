@@ -6,7 +6,7 @@ length.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import islice
 
 __all__ = ("beginning", "few", "has_user_info", "shortened", "without_user_info")
@@ -18,11 +18,17 @@ _WITH_AT = re.compile(r"""(?<![^\s/"<>])[^\s/"<>@]*@[^\s/"<>]*""")
 
 It is looked for from where such a part begins and from nowhere else.
 """
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}")
+_RANK = re.compile(r"\d{1,4}(?!\w|[.:-]\w)")
+"""`http://host:port@1` is how a gateway calls rank 1 of a worker; no host is called `1`."""
 
 
 def has_user_info(text: str) -> bool:
     """Whether there is a URL with user info in it."""
-    return any(map(_is_of_url, _WITH_AT.finditer(text)))
+    return any(
+        _is_of_url(found) and _shown_of_url(found[0]) != found[0]
+        for found in _WITH_AT.finditer(text)
+    )
 
 
 def without_user_info(text: str) -> str:
@@ -53,13 +59,26 @@ def _is_of_url(found: re.Match[str]) -> bool:
 
 
 def _shown(found: re.Match[str]) -> str:
-    if _is_of_url(found):
-        return "...@" + found[0].rpartition("@")[2]
-    *parts, last = found[0].split("@")
-    return "@".join([*map(_without_pair, parts), last])
+    return _shown_of_url(found[0]) if _is_of_url(found) else "@".join(_shown_pairs(found[0]))
 
 
-def _without_pair(part: str) -> str:
+def _shown_of_url(host: str) -> str:
+    """What is before the last `@` is user info, but for a worker's own address before its rank."""
+    before, _, last = host.rpartition("@")
+    if not _RANK.match(last):
+        return f"...@{last}"
+    _, at, address = before.rpartition("@")
+    if not _ADDRESS.fullmatch(address):
+        return f"...@{last}"
+    return f"...@{address}@{last}" if at else f"{address}@{last}"
+
+
+def _shown_pairs(text: str) -> Iterator[str]:
     """Where no scheme is, `user:password@` is user info, and `user@` is none."""
-    name, colon, _ = part.partition(":")
-    return part[: 1 + max(map(name.rfind, "'=,&?"))] + "..." if colon else part
+    *parts, last = text.split("@")
+    for part, following in zip(parts, [*parts[1:], last], strict=True):
+        name, colon, _ = part.partition(":")
+        start = 1 + max(map(name.rfind, "'=,&?"))
+        is_place = _ADDRESS.fullmatch(part, start) and _RANK.match(following)
+        yield part if not colon or is_place else part[:start] + "..."
+    yield last

@@ -54,3 +54,33 @@ def test_a_long_message_is_shown_to_its_end() -> None:
 )
 def test_no_error_shows_what_may_be_a_password(text: str, shown: str) -> None:
     assert str(GenAPIError(text)) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://host:30000@1 is full",
+        "http://a:1@0,http://a:1@1",
+        "no reply from 'http://[::1]:30000@12'.",
+        "10.0.0.1:30000@3: down",
+    ],
+)
+def test_an_error_names_a_rank_of_a_gateways_worker_by_its_address(text: str) -> None:
+    assert str(GenAPIError(text)) == text
+    assert not has_user_info(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:hunter2@h:1@1", "http://...@h:1@1"),
+        ("http://user:hunter2@1", "http://...@1"),
+        ("http://hunter2@1", "http://...@1"),
+        ("http://user:1234@10.0.0.1", "http://...@10.0.0.1"),
+        ("http://user:1234@1:80", "http://...@1:80"),
+        ("http://user:1234@1-a", "http://...@1-a"),
+        ("user:hunter2@h:1@1", "...@h:1@1"),
+    ],
+)
+def test_what_only_resembles_a_rank_is_shown_without_user_info(text: str, shown: str) -> None:
+    assert str(GenAPIError(text)) == shown
