@@ -2,6 +2,7 @@
 
 import asyncio
 import pathlib
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -377,6 +378,67 @@ async def test_a_board_of_one_s_own_that_fails_or_hangs_is_named_by_whatever_ask
         assert (await fleet.generate(request())).output.is_complete
         with anyio.fail_after(10):
             await p.aclose()
+
+
+class Mounted(MemoryBoard):
+    """A board that reads in a thread, which nothing can cancel, or at once.
+
+    Attributes:
+        answers: set when threads may end.
+        left: threads that have ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.left = 0
+
+    async def read(self) -> Reading:
+        await anyio.to_thread.run_sync(self.answers.wait, 30)
+        self.left += 1
+        return await super().read()
+
+
+async def test_a_board_of_one_s_own_whose_thread_hangs_holds_nobody_up() -> None:
+    cluster, board = Cluster.from_query({"workers": "1"}), Mounted()
+    fleet = genapi.connect(
+        "embedded://", transport=MemoryTransport(cluster), run="r", board=board, admin_timeout_s=0.2
+    )
+    async with fleet:
+        await fleet.wait_ready(timeout_s=5)
+        p = publisher(fleet)
+        await p.adopt(0)
+        left = board.left
+        board.answers.clear()
+        try:
+            with pytest.raises(TransportError, match=r"board .* gave no answer within 0.2 s"):
+                await fleet.snapshot()
+            with anyio.move_on_after(0.01) as given_up:
+                await fleet.snapshot()
+            assert given_up.cancelled_caught
+            with pytest.raises(TransportError, match="gave no answer"):
+                await p.publish(1, source(1))
+            assert board.left == left
+        finally:
+            board.answers.set()
+        assert (await p.publish(2, source(2))).committed
+
+
+class Blocking(MemoryBoard):
+    """A board whose methods are no coroutines, and raise."""
+
+    def read(self) -> Any:
+        message = "no quorum"
+        raise LookupError(message)
+
+
+async def test_a_board_of_one_s_own_that_raises_at_once_is_named() -> None:
+    cluster = Cluster.from_query({"workers": "1"})
+    fleet = genapi.connect("embedded://", transport=MemoryTransport(cluster), board=Blocking())
+    async with fleet:
+        with pytest.raises(TransportError, match=r"board .* failed \(LookupError: no quorum\)"):
+            await fleet.snapshot()
 
 
 async def test_the_calls_of_one_phase_ask_a_board_that_is_down_once() -> None:

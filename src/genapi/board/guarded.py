@@ -4,10 +4,10 @@ The rule of this file: whatever a board does, who calls it hears in time, and of
 genapi's that names the board.
 """
 
-from collections.abc import Awaitable
-from typing import TypeVar
-
-import anyio
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from genapi.board.base import Board, Reading, Token
 from genapi.errors import GenAPIError, Phase, TransportError
@@ -30,30 +30,48 @@ class GuardedBoard:
         """
         self._board = board
         self._timeout_s = timeout_s
+        self._asked: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return repr(self._board)
 
     async def read(self) -> Reading:
         """The newest record."""
-        return await self._heard(self._board.read(), phase="not_sent")
+        return await self._heard(self._board.read, phase="not_sent")
 
     async def compare_and_set(self, token: Token, new: BoardState) -> Token | None:
         """Write `new` if the record is still the one that `token` was read with."""
-        return await self._heard(self._board.compare_and_set(token, new), phase="may_have_run")
+        ask = partial(self._board.compare_and_set, token, new)
+        return await self._heard(ask, phase="may_have_run")
 
     async def aclose(self) -> None:
         """Let go of what the board holds."""
-        await self._heard(self._board.aclose(), phase="may_have_run")
+        await self._heard(self._board.aclose, phase="may_have_run")
 
-    async def _heard(self, asked: Awaitable[T], *, phase: Phase) -> T:
+    async def _heard(self, ask: Callable[[], Awaitable[T]], *, phase: Phase) -> T:
+        async def asked() -> T:
+            return await ask()
+
+        # A task, since one that waits for a thread ends no sooner than that, cancelled or not.
+        task = asyncio.create_task(asked())  # noqa: TID251 - cancelled below, and then left
+        self._asked.add(task)
+        task.add_done_callback(self._ended)
         try:
-            with anyio.move_on_after(self._timeout_s):
-                return await asked
+            done, _ = await asyncio.wait([task], timeout=self._timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            late = f"board {self._board!r} gave no answer within {self._timeout_s:g} s"
+            raise TransportError(late, phase=phase)
+        try:
+            return task.result()
         except GenAPIError:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             why = f"board {self._board!r} failed ({type(error).__name__}: {error})"
             raise TransportError(why, phase=phase) from error
-        late = f"board {self._board!r} gave no answer within {self._timeout_s:g} s"
-        raise TransportError(late, phase=phase)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may listen any more
