@@ -35,7 +35,7 @@ from genapi.types.config import FleetConfig, Key, base_url
 from genapi.wire.http import Grant
 from genapi.wire.origin import host_of, is_loopback, origin, origins_like
 
-__all__ = ("Credentials", "Grant", "admin_grant", "data_grant", "resolve")
+__all__ = ("Credentials", "Grant", "admin_grant", "data_grant", "looked_up", "resolve")
 
 _log = logging.getLogger(__name__)
 _IN_PROCESS = "memory://"
@@ -68,6 +68,21 @@ def admin_grant(
     return data_grant(url, request_origins=request_origins)
 
 
+def looked_up(key: Key, *, environment: Mapping[str, str]) -> str | None:
+    """The text itself, whatever is in it; None when there is none, or a blank one.
+
+    Raises:
+        ConfigError: a file that cannot be read.
+    """
+    text = key.reveal()
+    if key.is_reference:
+        kind, _, name = text.partition(":")
+        if not name:
+            raise ConfigError(f"{key!r} names nothing; write {kind}:NAME")
+        text = environment.get(name, "") if kind == "env" else _file_text(key, name)
+    return text if text.strip() else None
+
+
 def resolve(key: Key | None, *, environment: Mapping[str, str]) -> str | None:
     """The key itself; None when there is none to send.
 
@@ -75,15 +90,8 @@ def resolve(key: Key | None, *, environment: Mapping[str, str]) -> str | None:
         ConfigError: a file that cannot be read, a line break or another character that a header
             cannot carry. The message names the reference, never the key.
     """
-    if key is None:
-        return None
-    text = key.reveal()
-    if key.is_reference:
-        kind, _, name = text.partition(":")
-        if not name:
-            raise ConfigError(f"{key!r} names nothing; write {kind}:NAME")
-        text = environment.get(name, "") if kind == "env" else _file_text(key, name)
-    if not text.strip():
+    text = None if key is None else looked_up(key, environment=environment)
+    if text is None:
         return None
     text = text.strip(" \t")
     if not (text.isascii() and text.isprintable()):

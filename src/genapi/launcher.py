@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from genapi.board import Board
-from genapi.credentials import resolve
+from genapi.credentials import looked_up, resolve
 from genapi.ending import to_the_end
 from genapi.errors import ConfigError, FleetError, GenAPIError, TransportError
 from genapi.events import ComponentEnded, ComponentReady, ComponentStarted, Observe, guarded, ignore
@@ -43,7 +43,7 @@ from genapi.transports.base import Plane
 from genapi.transports.http_aiohttp import AiohttpTransport
 from genapi.transports.process import Program
 from genapi.types.arguments import one_of, seconds, with_methods
-from genapi.types.config import Key
+from genapi.types.config import HiddenText, Key
 from genapi.types.ids import WorkerId
 from genapi.types.launch import Component, Deployment, Launchable, Need, Place, PortWish
 from genapi.wire.http import HTTPCall
@@ -678,10 +678,14 @@ def _texts(values: Mapping[str, str | Key], secrets: list[str]) -> dict[str, str
     found = {}
     for name, value in values.items():
         if isinstance(value, Key):
-            text = resolve(value, environment=os.environ)
+            find = looked_up if isinstance(value, HiddenText) else resolve
+            text = find(value, environment=os.environ)
             if text is None:  # a server that is started without its key is open to everybody
                 raise ConfigError(f"{name}: {value!r} holds no key; set it, or leave the field out")
-            secrets.append(text)
+            if "\0" in text:
+                raise ConfigError(f"{name}: {value!r} holds a NUL, which no program can be given")
+            # A log may show it line by line.
+            secrets += [text, *map(str.strip, text.splitlines())]
             found[name] = text
         else:
             found[name] = value

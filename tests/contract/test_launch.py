@@ -623,6 +623,27 @@ async def test_a_key_that_a_program_prints_is_hidden_in_the_error(tmp_path: path
     assert KEY not in str(caught.value)
 
 
+async def test_a_variable_with_a_secret_may_be_any_text_and_no_line_of_it_is_shown(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f'{{\n  "size": 1,\n  "token": "{KEY} \u00e9"\n}}\n'
+    monkeypatch.setenv("MINE", text)
+    given = engines(environment={"SOME_LINES": text, "SOME_TOKEN": "env:MINE"}).environment
+    code = (
+        "import json, os, sys\n"
+        "names = ['SOME_LINES', 'SOME_TOKEN']\n"
+        f"json.dump([os.environ[n] for n in names], open({str(tmp_path / 'seen')!r}, 'w'))\n"
+        "sys.exit('\\n> '.join(os.environ['SOME_LINES'].splitlines()))"
+    )
+    config = Beside(None, {"talker": code}, variables=given)
+    with pytest.raises(FleetError, match=r"> +\*+") as caught:
+        async with genapi.launch(config, folder=tmp_path / "logs"):
+            pytest.fail("it cannot have started")
+    assert KEY not in str(caught.value)
+    seen: object = read_json(tmp_path / "seen")
+    assert seen == [text, text]
+
+
 async def test_nothing_of_the_starter_s_environment_is_inherited_that_is_not_meant_to_be(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from genapi.types.policy import RunName
 
 __all__ = (
     "FleetConfig",
+    "HiddenText",
     "Key",
     "PublishTimeouts",
     "RetryPolicy",
@@ -87,7 +88,7 @@ class Key:
         return hash(self._text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Key, (self.reference,)
+        return type(self), (self.reference,)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -105,6 +106,15 @@ class Key:
                 lambda key: key.reference
             ),
         )
+
+
+class HiddenText(Key):
+    """What a variable may hold, held as a key is: it is in no header, so that any text will do."""
+
+    __slots__ = ()
+
+    def __init__(self, text: str) -> None:
+        self._text = text
 
 
 class Topology(Value):

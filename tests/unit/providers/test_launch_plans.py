@@ -338,6 +338,8 @@ def test_flags_of_the_engines_that_only_sound_like_secrets_pass(kind: str, *, ap
         ("SECRET_NAME", "secret"),
         ("BASIC_AUTH", "secret"),
         ("SOME_OPTIONS", '{"a": {"client_secret": "secret"}}'),
+        ("SOME_LINES", '{\n "a": 1,\n "token": "secret"\n}\n'),
+        ("PRIVATE_KEY", "-----BEGIN-----\r\nsecret\r\n-----END-----\r\n"),
     ],
 )
 def test_a_variable_that_looks_like_a_credential_is_not_shown(name: str, value: str) -> None:

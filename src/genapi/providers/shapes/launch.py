@@ -1,7 +1,7 @@
 """What launching an engine's servers has in common: the fields, and how a command line is written.
 
 Flags are written `--name=value`, each once. What genapi sets, and what may be a secret (`secrets`),
-is refused among a user's own flags. A variable that may be one is held as a `Key`.
+is refused among a user's own flags. A variable that may be one is held as a `HiddenText`.
 The rule of this file: no key on a command line, none in anything that can be shown.
 """
 
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from genapi.providers.shapes.secrets import holds_secret, may_be_secret
 from genapi.types.base import Value
-from genapi.types.config import Key
+from genapi.types.config import HiddenText, Key
 from genapi.types.launch import Need, PortNumber, PortWish
 
 __all__ = (
@@ -61,7 +61,7 @@ class LaunchConfig(Value):
         max_model_len: longest prompt plus output in tokens; None = the model's.
         flags: further flags of every worker, `--name=value` or `--name`.
         environment: further variables of every component. One that may be a secret, by its name or
-            by what is in it, is taken as a key: `env:NAME` and `file:PATH` are looked up.
+            by what is in it, is held as a key is: `env:NAME` and `file:PATH` are looked up.
         inherit: variables of this process that components get besides the usual ones.
     """
 
@@ -82,12 +82,7 @@ class LaunchConfig(Value):
     @field_validator("environment")
     @classmethod
     def _keys_hidden(cls, environment: Mapping[str, str | Key]) -> Mapping[str, str | Key]:
-        return {
-            name: Key(value)
-            if isinstance(value, str) and (may_be_secret(name, value) or holds_secret(value))
-            else value
-            for name, value in environment.items()
-        }
+        return {name: _hidden(name, value) for name, value in environment.items()}
 
     @field_validator("model")
     @classmethod
@@ -152,6 +147,13 @@ class LaunchConfig(Value):
         """The variables of a worker: the engine's, its devices, then the user's."""
         devices = {"CUDA_VISIBLE_DEVICES": self.devices[worker]} if self.devices else {}
         return {**own, **devices, **self.environment}
+
+
+def _hidden(name: str, value: str | Key) -> str | Key:
+    if isinstance(value, Key):
+        return HiddenText(value.reveal())
+    is_secret = may_be_secret(name, value) or holds_secret(value)
+    return HiddenText(value) if is_secret else value
 
 
 def flags_of(values: Mapping[str, Any]) -> tuple[str, ...]:
