@@ -72,8 +72,8 @@ _BOARD = ("read", "compare_and_set", "aclose")
 _CARRIER = ("send", "stream")
 _POLL_S = (0.1, 2.0)
 _ADMIN_CONNECT_S = 10.0
-_CLOSE_S = 15.0
 """Shorter than a phase of a publication, so that what never connected is known as not sent."""
+_CLOSE_S = 15.0
 _LOOKS_PER_S = 50.0
 """Most workers read in a second to date replies: each read is about ten calls."""
 _OUT_OF_TOUCH = 2.0
