@@ -4,6 +4,7 @@ The rule of this file: what has to run is a task of its own. A shield of anyio's
 scopes, but not `Task.cancel()`, with which asyncio's time limits and groups end their tasks.
 """
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
 
@@ -11,26 +12,28 @@ import anyio
 
 __all__ = ("to_the_end",)
 
+_log = logging.getLogger(__name__)
 
-async def to_the_end(work: Callable[[], Awaitable[object]], *, limit_s: float = math.inf) -> bool:
+
+async def to_the_end(
+    work: Callable[[], Awaitable[object]], *, what: str, limit_s: float = math.inf
+) -> None:
     """Run `work` for at most `limit_s` seconds, and be cancelled only when it has ended.
 
-    Returns whether it ended within its limit; what it raises is raised.
+    What it raises is raised. That it did not end within its limit is logged, and said of `what`.
     """
-    in_time = False
     errors: list[Exception] = []
 
     async def run() -> None:
-        nonlocal in_time
-        with anyio.move_on_after(limit_s, shield=True):
+        with anyio.move_on_after(limit_s, shield=True) as limit:
             try:
                 await work()
             except Exception as error:  # noqa: BLE001 - raised below, and in no group
                 errors.append(error)
-            in_time = True
+        if limit.cancelled_caught:
+            _log.warning("%s was not closed within %g s; what is left of it is left", what, limit_s)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
     if errors:
         raise errors[0]
-    return in_time

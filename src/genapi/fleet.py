@@ -287,10 +287,12 @@ class Fleet:
     async def aclose(self) -> None:
         """Close every connection. Calls in flight end with `TransportError`.
 
-        Bounded. A cancellation is raised when everything is closed.
+        After 15 s what does not end is left, with a warning in the log. A cancellation is raised
+        when all of that is done.
         """
         self._client = self._control = self._credentials = None
-        await to_the_end(self._close, limit_s=_CLOSE_S)
+        what = f"the fleet at {self.config.target}"
+        await to_the_end(self._close, what=what, limit_s=_CLOSE_S)
 
     async def _close(self) -> None:
         reads: list[asyncio.Task[Any]] = [*self._revivals.values()]

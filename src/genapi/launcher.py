@@ -275,7 +275,9 @@ class Launcher:
         finally:
             for held in self._ports.values():
                 held.release()
-            await to_the_end(self._transport.aclose, limit_s=_CLOSE_S)
+            await to_the_end(
+                self._transport.aclose, what="the transport of a launch", limit_s=_CLOSE_S
+            )
         if error is None and self._failure is not None:
             raise self._failure
         if error is not None:

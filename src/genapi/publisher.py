@@ -229,7 +229,7 @@ class WeightPublisher:
                 version are then refused, until another publisher starts. `async with` passes
                 whether its block ended without an error.
         """
-        await to_the_end(partial(self._close, final=final))
+        await to_the_end(partial(self._close, final=final), what="the publisher")
 
     async def _close(self, *, final: bool) -> None:
         last, self._last = self._last, None
@@ -453,7 +453,8 @@ class WeightPublisher:
             report = self._settle(drive, everyone, version, left_out)
             self._fleet.membership.publishing = False
             self._fleet.membership.open()
-            await to_the_end(partial(self._end, drive, everyone, report, held=held))
+            end = partial(self._end, drive, everyone, report, held=held)
+            await to_the_end(end, what="the publication")
         if report.committed:
             self._manifest = drive.manifest
             if self._keeping is not None:

@@ -128,7 +128,7 @@ class RedisBoard:
         """Close the connections; the next operation opens new ones."""
         client, self._redis = self._redis, None
         if client is not None:
-            await to_the_end(client.aclose, limit_s=self._timeout_s)
+            await to_the_end(client.aclose, what=f"board {self._url}", limit_s=self._timeout_s)
 
     def _client(self) -> Redis:
         if self._redis is None:
