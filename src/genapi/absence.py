@@ -113,9 +113,9 @@ class Absences:
         fleet, limit_s = self._fleet, self._timeouts.restart_s
         # One that this process never reached has no name yet but its address.
         old = member.id or nameless(fleet.membership.provider, member)
+        before = await self._listed_before()
         lacks: str | None = "its restarter did not return"
         with anyio.move_on_after(limit_s):
-            before = await fleet.listed()
             try:
                 await restarter(old, member.url)
             except Exception as error:
@@ -132,6 +132,22 @@ class Absences:
             raise FleetError(
                 f"{old} was not back as another process within restart_s={limit_s:g}: {lacks}"
             )
+
+    async def _listed_before(self) -> Sequence[Listed] | None:
+        """Who is listed before a restart, which may be what a list that cannot be read waits for.
+
+        Raises:
+            AuthError, ConfigError: whoever lists does not let itself be asked.
+            FleetError: the fleet was closed.
+        """
+        try:
+            return await self._fleet.listed()
+        except (AuthError, ConfigError):
+            raise
+        except GenAPIError:
+            if not self._fleet.is_open:
+                raise
+            return self._fleet.last_listed
 
     async def _lacks(
         self, old: WorkerId, member: Member, before: Sequence[Listed] | None

@@ -534,6 +534,11 @@ class Fleet:
         """
         return None if self._directory is None else (await self._list()).workers
 
+    @property
+    def last_listed(self) -> tuple[Listed, ...]:
+        """Who was in the last list that was taken in, for genapi's own publisher."""
+        return self._listing.workers
+
     async def _inspect(
         self, url: str, known: WorkerFacts | None, *, timeout_s: float | None = None
     ) -> WorkerFacts:

@@ -553,19 +553,47 @@ async def test_an_error_says_why_nobody_is_known_for_a_restarted_worker(
             await d.publish(2, restarter=restart, timeouts=limits)
 
 
+class Away:
+    """A frontend that takes no connection, or answers nothing."""
+
+    addresses = 2
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.hangs = hangs
+
+    def attach(self, processes: Any, urls: Any) -> None:
+        del processes, urls
+
+    async def handle(self, address: int, call: Any) -> Any:
+        if self.hangs:
+            await anyio.sleep_forever()
+        raise ConnectionRefusedError(f"{address}: {call.path}")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_worker_is_restarted_also_where_the_list_of_workers_cannot_be_read_meanwhile(
+    hangs: bool,
+) -> None:
+    async with deployed(options={"admin_timeout_s": 0.5}) as d:
+        await d.publish(1)
+        rejected = '{"status":"error","message":"Attempted to load weight"}'
+        d.fail(1, UPDATE, "error", nth=3, status=200, body=rejected)
+        with pytest.raises(PublishError):
+            await d.publish(2)
+        front, d.cluster.front = d.cluster.front, Away(hangs=hangs)
+
+        async def restart(worker: Any, _url: str) -> None:
+            assert worker.instance == d.id(1)
+            d.workers[1].restart()
+            d.cluster.front = front
+
+        await d.publish(3, restarter=restart)
+
+
 async def test_a_frontend_that_is_away_makes_no_worker_dead() -> None:
     async with deployed() as d:
         await d.publish(1)
         front, d.cluster.front = d.cluster.front, None
-
-        class Away:
-            addresses = 2
-
-            def attach(self, processes: Any, urls: Any) -> None:
-                del processes, urls
-
-            async def handle(self, address: int, call: Any) -> Any:
-                raise ConnectionRefusedError(f"{address}: {call.path}")
 
         d.cluster.front = Away()
         restarted: list[str] = []
