@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from itertools import islice
 
-__all__ = ("beginning", "few", "has_user_info", "shortened", "without_user_info")
+__all__ = ("after_user_info", "beginning", "few", "has_user_info", "shortened", "without_user_info")
 
 _FEW = 5
 _LONGEST = 400
@@ -40,6 +40,11 @@ def beginning(text: str, longest: int) -> str:
     """So much of a text as a message shows of it, without user info."""
     # It is cut last, since half an address is not known as one.
     return without_user_info(text)[:longest]
+
+
+def after_user_info(address: str) -> str:
+    """What an address that cannot be read has after any user info; the whole text is one."""
+    return address.rpartition("@")[2]
 
 
 def few(texts: Collection[str], *, separator: str = "; ") -> str:

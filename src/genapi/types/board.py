@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from pydantic import Field, ValidationError, model_validator
 
 from genapi.errors import ConfigError, ReplyError
+from genapi.shown import after_user_info
 from genapi.types.base import Value
 from genapi.types.policy import ContextRule, PolicyVersion, RunName, parse_label
 from genapi.types.worker import Fence
@@ -235,7 +236,7 @@ def parse_board(url: str) -> BoardAddress:
     Raises:
         ConfigError: the URL cannot be read; the message names the part and the remedy.
     """
-    shown = url.rpartition("@")[2]  # what stands before it may be a password
+    shown = after_user_info(url)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port

@@ -14,6 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler, StrictBool, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from genapi.errors import ConfigError
+from genapi.shown import after_user_info
 from genapi.types.address import host_port
 from genapi.types.arguments import Index, Seconds
 from genapi.types.base import Value
@@ -203,7 +204,7 @@ def base_url(address: str, *, scheme: str) -> str:
         ConfigError: not http(s), no host, user info, a bad port, or a port that is missing.
     """
     text = address if "://" in address else f"{scheme}://{address}"
-    shown = address.rpartition("@")[2]  # what stands before it may be a password
+    shown = after_user_info(address)
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -251,7 +252,7 @@ def parse_target(text: str) -> Target:
         message = f"target scheme {head!r} is not PROVIDER or PROVIDER+https"
         raise ConfigError(message)
     if name in ("http", "https"):
-        shown = rest.rpartition("@")[2]  # what stands before it may be a password
+        shown = after_user_info(rest)
         secured = "+https" if name == "https" else ""
         message = (
             f"target {name}://{shown} names no provider; write for example vllm{secured}://{shown}"

@@ -5,6 +5,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from genapi.errors import ConfigError
+from genapi.shown import after_user_info
 from genapi.types.address import host_port
 
 __all__ = ("host_of", "is_loopback", "origin", "origins_like")
@@ -28,7 +29,7 @@ def origin(url: str) -> str:
     except ValueError:
         scheme, host, port = "", None, None
     if not scheme or not host:
-        raise ConfigError(f"{_shown(url)!r} is not an origin; write scheme://host:port")
+        raise ConfigError(f"{after_user_info(url)!r} is not an origin; write scheme://host:port")
     port = _DEFAULT_PORTS.get(scheme) if port is None else port
     return f"{scheme}://{host_port(host, port)}"
 
@@ -50,9 +51,9 @@ def origins_like(pattern: str) -> Callable[[str], bool]:
     of_address = len(labels) == _OCTETS and all(part.isdecimal() or part == "*" for part in labels)
     if not of_address and "*" in host.removeprefix("*.") and host != "*":
         raise ConfigError(
-            f"{_shown(pattern)!r} is not an origin; write scheme://host:port, where * may be the "
-            "port, the host, what is before a name (*.pods.example) or numbers of an address "
-            "(10.1.*.*)"
+            f"{after_user_info(pattern)!r} is not an origin; write scheme://host:port, where * may "
+            "be the port, the host, what is before a name (*.pods.example) or numbers of an "
+            "address (10.1.*.*)"
         )
 
     def allows(url: str) -> bool:
@@ -88,8 +89,3 @@ def is_loopback(url: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _shown(url: str) -> str:
-    # What stands before an "@" may be a password.
-    return url.rpartition("@")[2]
