@@ -739,10 +739,23 @@ def _opened(transport: WeightTransport) -> GroupTransport | WeightStore:
             return transport
         if isinstance(transport, WeightStore):
             return transport.opened()
+        for kind in (WeightStore, GroupTransport):
+            if lacks := _lacked(transport, kind):
+                raise ConfigError(
+                    f"transport={transport!r} is no weight transport: it lacks {', '.join(lacks)} "
+                    f"of genapi.weights.base.{kind.__name__}"
+                )
     raise ConfigError(
         f"transport={transport!r} is no weight transport: pass genapi.weights.Gloo(), "
         "Memory() or Filesystem(dir)"
     )
+
+
+def _lacked(transport: object, kind: type) -> list[str]:
+    """What it lacks of a kind that it seems meant to be of; empty = it has nothing of that kind."""
+    names = {name for name in dir(kind) if not name.startswith("_")}
+    own = names - {*dir(WeightTransport)}
+    return sorted(names - {*dir(transport)}) if own & {*dir(transport)} else []
 
 
 def _probe_ids(ids: Sequence[int]) -> TokenIds:

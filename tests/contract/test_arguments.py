@@ -18,11 +18,33 @@ from tests.contract.embedded import QUICK, rig, weights
 
 pytestmark = pytest.mark.anyio
 
+
+class OfAnOlder:
+    """A transport of one's own that was written for an older genapi."""
+
+    bucket_bytes = bucket_tensors = 1
+    stage_bytes = 1
+
+    def __init__(self, *methods: str) -> None:
+        for method in methods:
+            setattr(self, method, lambda *_: None)
+
+    def check(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+
+OLDER_STORE = OfAnOlder("write", "discard", "tidy")
+OLDER_GROUP = OfAnOlder("backend", "acknowledges", "sender")
+
+
 OF_A_PUBLISHER: list[tuple[dict[str, Any], str]] = [
     ({"fleet": None}, r"fleet=None: pass what genapi\.connect"),
     ({"fleet": "vllm://w1:8001"}, r"fleet='vllm://w1:8001': pass"),
     ({"transport": None}, r"transport=None is no weight transport: pass genapi\.weights\.Gloo"),
     ({"transport": Memory}, r"transport=<class .*Memory'> is no weight transport"),
+    ({"transport": OfAnOlder()}, r"is no weight transport: pass genapi\.weights\.Gloo"),
+    ({"transport": OLDER_STORE}, "it lacks close, opened, taken of genapi.*WeightStore"),
+    ({"transport": OLDER_GROUP}, "it lacks digests, towards of genapi.*GroupTransport"),
     ({"on_partial": "zzz"}, "on_partial='zzz': choose one of hold, serve"),
     ({"on_partial": None}, "on_partial=None: choose one of hold, serve"),
     ({"on_partial": "serve", "min_workers": 1.5}, r"min_workers=1\.5: pass a whole number of"),
