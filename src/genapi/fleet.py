@@ -79,7 +79,10 @@ _LOOKS_PER_S = 50.0
 _OUT_OF_TOUCH = 2.0
 """After so many `refresh_s` without a request, the next one waits for a look."""
 _READS_AT_ONCE = 128
-"""Most workers read at the same time: more hold up the event loop, and files run out."""
+"""Most workers read at the same time: more hold up the event loop, and files run out.
+
+It counts for reads of all and for reads of one apart: who reads one does not wait for all.
+"""
 _FINAL = (AuthError, ConfigError, UnsupportedError)
 """Failures that waiting does not mend."""
 
@@ -192,7 +195,8 @@ class Fleet:
         self.publishing = asyncio.Lock()
         self._first = asyncio.Lock()
         self._reading: dict[str, asyncio.Lock] = {}
-        self._reads = asyncio.Semaphore(_READS_AT_ONCE)
+        self._reads_of_all = asyncio.Semaphore(_READS_AT_ONCE)
+        self._reads_of_one = asyncio.Semaphore(_READS_AT_ONCE)
         self._read_at: dict[str, float] = {}
         self._looks: dict[str | None, _Look[Reading]] = {}
         self._lists: _Look[Listing] | None = None
@@ -660,11 +664,13 @@ class Fleet:
         listing = await self._enroll() if self._directory is not None else None
         members = self._membership.members
         wanted = list(members) if urls is None else [url for url in urls if url in members]
-        return await fan_out({url: partial(self._take_in, url, listing) for url in wanted})
+        reads = self._reads_of_one if urls is not None and len(urls) == 1 else self._reads_of_all
+        return await fan_out({url: partial(self._take_in, url, listing, reads) for url in wanted})
 
-    async def _take_in(self, url: str, listing: Listing | None) -> Sight:
+    async def _take_in(self, url: str, listing: Listing | None, reads: asyncio.Semaphore) -> Sight:
         """Inspect one worker and take it in. Reads of one worker follow one another."""
-        async with self._reading.setdefault(url, asyncio.Lock()), self._reads:
+        # Whoever waits for its turn among many keeps no other read of its worker waiting.
+        async with reads, self._reading.setdefault(url, asyncio.Lock()):
             self._read_at[url] = asyncio.get_running_loop().time()
             member = self._membership.members.get(url)
             if member is None:

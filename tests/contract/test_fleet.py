@@ -127,6 +127,31 @@ async def test_a_worker_that_hangs_is_the_one_that_is_named() -> None:
         assert "memory://0" not in str(caught.value)
 
 
+async def test_a_read_of_one_worker_does_not_wait_for_those_of_many_silent_ones() -> None:
+    silent, answering = 128, 2
+    # Its engine does not say which version a reply is of.
+    cluster = Cluster.from_query({"workers": str(silent + answering), "version": "0.31.0"})
+    async with process(cluster, refresh_s=600, admin_timeout_s=600) as fleet:
+        await publisher(fleet).adopt(4)
+        seen: list[int] = []
+        for worker in cluster.workers[:silent]:
+            worker.faults.add(Fault("/health", "never_answer"))
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                reply = await fleet.generate(request(min_version=4))
+                seen.append(len(reply.output.token_ids))
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(fleet.snapshot)
+            await anyio.wait_all_tasks_blocked()
+            with anyio.fail_after(20):
+                for _ in range(silent + answering):
+                    tasks.start_soon(ask)
+                await anyio.sleep_forever()
+        assert seen
+
+
 # whose label counts
 
 
