@@ -15,6 +15,7 @@ from tests.engines.kit.judge import Judge
 from tests.engines.test_vllm import LIMITS, PROMPT, everywhere, target, weights
 
 if TYPE_CHECKING:
+    from genapi.weights import WeightSource
     from tests.engines.conftest import Models, Oracle
     from tests.engines.kit.server import Server
 
@@ -27,12 +28,21 @@ def anyio_backend() -> str:
 
 
 async def there_and_back(
-    fleet: genapi.Fleet, p: genapi.WeightPublisher, models: Models, judge: Judge
+    fleet: genapi.Fleet,
+    p: genapi.WeightPublisher,
+    models: Models,
+    judge: Judge,
+    *,
+    there: WeightSource | None = None,
 ) -> None:
-    """Publish seed 1 as step 1 and seed 0 as step 2: the fleet serves exactly what each brought."""
+    """Publish seed 1 as step 1 and seed 0 as step 2: the fleet serves exactly what each brought.
+
+    Args:
+        there: seed 1, where it does not come from its folder.
+    """
     pauses = []
-    for step, folder in ((1, models.seed1), (2, models.seed0)):
-        report = await p.publish(step, weights(folder))
+    for step, source in ((1, there or weights(models.seed1)), (2, weights(models.seed0))):
+        report = await p.publish(step, source)
         workers = (await fleet.snapshot()).workers
         assert [r.outcome for r in report.receipts] == [Outcome.COMMITTED] * len(workers)
         assert [r.evidence for r in report.receipts] == [Evidence.OWN_LABEL] * len(workers)

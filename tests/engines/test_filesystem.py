@@ -13,8 +13,10 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -54,8 +56,10 @@ from tests.engines.test_rows import (
     relabel,
 )
 from tests.engines.test_vllm import LIMITS, PROMPT, everywhere, failed, request, target, weights
+from tests.support.weight_sources import PATIENCE_S
 
 if TYPE_CHECKING:
+    from genapi.weights import TensorMeta, WeightSource
     from tests.engines.conftest import Models, Oracle
 
 on_engine = (pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.anyio)
@@ -96,6 +100,28 @@ def pair(name: str, request: pytest.FixtureRequest) -> Sequence[Server]:
     return servers
 
 
+class Held:
+    """Weights whose last tensor comes when it is released.
+
+    Of writing files little is left then: the reply that begins meanwhile is not over before them.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self.reached, self.release = threading.Event(), threading.Event()
+        self._source = source
+
+    def manifest(self) -> Sequence[TensorMeta]:
+        return self._source.manifest()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        last = len(self.manifest()) - 1
+        for number, tensor in enumerate(self._source):
+            if number == last:
+                self.reached.set()
+                assert self.release.wait(PATIENCE_S)
+            yield tensor
+
+
 @engine
 async def test_published_files_are_served_exactly_and_the_first_weights_come_back(
     name: str, pair: Sequence[Server], models: Models, oracle: Oracle, tmp_path: pathlib.Path
@@ -116,10 +142,14 @@ async def test_published_files_are_served_exactly_and_the_first_weights_come_bac
         async with genapi.WeightPublisher(fleet, transport=transport, timeouts=LIMITS) as p:
             await p.adopt(0)
             first = await everywhere(fleet)
-            async with fleet.stream(request(tokens=1500)) as events:
-                await anext(events)
-                await there_and_back(fleet, p, models, judge)
-                kept = [event async for event in events][-1]
+            held = Held(weights(models.seed1))
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(there_and_back, fleet, p, models, judge, there=held))
+                assert await anyio.to_thread.run_sync(held.reached.wait, PATIENCE_S)
+                async with fleet.stream(request(tokens=3500)) as events:
+                    await anext(events)
+                    held.release.set()
+                    kept = [event async for event in events][-1]
             assert isinstance(kept, genapi.Finished)
             whole = Judge(oracle, judge.folders)  # of one long reply a few ties are to be expected
             whole.check(kept.reply, PROMPT)
