@@ -25,9 +25,9 @@ from genapi.events import Event, PhaseStarted
 from genapi.testing.contract import PROFILES, suite
 from genapi.types.worker import Evidence, FenceStrength, Recovery
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER, Deployment
-from tests.engines.kit.judge import Judge
+from tests.engines.kit.judge import FEW, Judge
 from tests.engines.test_contract import Real
-from tests.engines.test_filesystem import FEW, SHARD
+from tests.engines.test_filesystem import SHARD
 from tests.engines.test_sglang import die_in_mid_transfer
 from tests.engines.test_vllm import (
     KEPT,

@@ -37,7 +37,7 @@ from genapi.types.worker import FenceStrength
 from genapi.weights import Filesystem
 from tests.engines.conftest import environment
 from tests.engines.kit.dynamo.deployment import VLLM_WORKER
-from tests.engines.kit.judge import Judge
+from tests.engines.kit.judge import FEW, Judge
 from tests.engines.kit.places import Place, on, place_in
 from tests.engines.kit.rows import assert_reached
 from tests.engines.kit.server import VLLM, Server, serving
@@ -70,7 +70,6 @@ LOAD = {
     "sglang": "/update_weights_from_disk",
     "dynamo": "/engine/update_weights_from_disk reload_weights",
 }
-FEW = 8
 SHARD = 200_000  # bytes, of some 2 million: several files
 
 

@@ -30,7 +30,7 @@ import anyio
 
 from genapi.providers import dynamo, sglang, vllm
 from genapi.types.launch import Place
-from tests.engines.kit.cores import keep_apart
+from tests.engines.kit.priority import let_answer_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -362,13 +362,13 @@ def spawn(
 
 
 def wait_ready(server: Server, *, limit_s: float = START_LIMIT_S) -> None:
-    """Return when the server answers, its engine on cores of its own.
+    """Return when the server answers; from then on that goes before making tokens.
 
     Raises:
         ServerError: it ended, or did not answer within `limit_s`.
     """
     wait_for(server.is_healthy, server, limit_s=limit_s)
-    keep_apart(server.pid)
+    let_answer_first(server.pid)
 
 
 def wait_for(

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.kit.cores import keep_apart
+from tests.engines.kit.priority import let_answer_first
 from tests.engines.kit.server import (
     SETTINGS,
     STAND_INS,
@@ -199,7 +199,7 @@ class Deployment:
         servers = (self.frontend, *self.workers)
         wait_for(self._is_complete, *servers)
         for server in self.workers:
-            keep_apart(server.pid)
+            let_answer_first(server.pid)
 
     def instance(self, server: Server) -> int:
         """The id of a worker that is listed."""

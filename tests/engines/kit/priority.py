@@ -1,4 +1,4 @@
-"""Which cores a server's processes run on."""
+"""What of a server goes first."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ("keep_apart",)
+__all__ = ("let_answer_first",)
 
 ENGINE = b"VLLM::"
 """What the processes call themselves that make tokens."""
 
 
-def keep_apart(group: int) -> None:
-    """Keep vLLM's engine, where a process group has one, off the cores of the group's others.
+def let_answer_first(group: int) -> None:
+    """Where a process group holds vLLM's engine, let all else in it go before making tokens.
 
-    While vLLM makes tokens, two of its processes wait for each other without sleeping. On two
-    cores they starved the one that answers for whole seconds: the first event of a stream came
-    when all its tokens had been made, and so did the answer to an abort or a pause.
+    While vLLM makes tokens, the main threads of two of its processes wait for each other without
+    sleeping. On two cores they starved the threads that answer and those that hand on for whole
+    seconds: the first event of a stream came when all its tokens had been made, and so did an
+    abort or a pause. Cores of their own would not do: there the engines of two servers starve
+    each other.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
     processes = dict(_processes(group))
-    engine = {process for process, command in processes.items() if command.startswith(ENGINE)}
-    if not half or not engine:
+    engine = {path for path, command in processes.items() if command.startswith(ENGINE)}
+    if not engine:
         return
     for process in processes:
-        own = cores[half:] if process in engine else cores[:half]
         for thread in _names(process / "task"):
+            if process in engine and thread.name == process.name:
+                continue
             try:
-                os.sched_setaffinity(int(thread.name), own)
+                os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
             except ProcessLookupError:
                 continue
+            except PermissionError:
+                return  # a user's machine has more cores
 
 
 def _processes(group: int) -> Iterator[tuple[pathlib.Path, bytes]]:
