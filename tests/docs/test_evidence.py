@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from genapi.providers.dynamo import files as dynamo_files
 from genapi.providers.dynamo import verdicts as dynamo
 from genapi.providers.sglang import files as sglang_files
 from genapi.providers.sglang import verdicts as sglang
@@ -22,6 +23,7 @@ engines = pytest.mark.parametrize(
         ("sglang", sglang.ROWS, sglang.PATTERNS),
         ("sglang", sglang_files.ROWS, sglang.PATTERNS),
         ("dynamo", dynamo.ROWS, dynamo.PATTERNS),
+        ("dynamo", dynamo_files.ROWS, dynamo.PATTERNS),
     ],
 )
 

@@ -27,7 +27,7 @@ from genapi.providers.dynamo.admin import (
 from genapi.providers.dynamo.routes import LOAD, Family, no_files
 from genapi.providers.dynamo.verdicts import answer_of
 from genapi.providers.shapes.answers import unreadable
-from genapi.providers.shapes.loads import WholeLoad
+from genapi.providers.shapes.loads import LOAD_ROWS, VLLM_ROWS, WholeLoad
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -47,40 +47,13 @@ from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "files_of")
 
-_BEFORE, _SENT, _HELD = Reached.NOT_BEGUN, Reached.SENT, Reached.HELD
-_REPUBLISH = Recovery.REPUBLISH
+_SENT = Reached.SENT
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
 
 ROWS: tuple[Row, ...] = (
     *FILE_RULES,
-    row(
-        Op.HEAL,
-        Observed.REFUSED,
-        _BEFORE,
-        Outcome.UNKNOWN,
-        Evidence.REJECTED,
-        _RESTART,
-        "RUN: without --weight-transfer-config nothing closes what a failed load left",
-    ),
-    row(
-        Op.HEAL,
-        Observed.REJECTED,
-        _BEFORE,
-        Outcome.DIRTY,
-        Evidence.REJECTED,
-        _RESTART,
-        "RUN: finishing replays a tensor that was rejected earlier, and leaves a session open",
-    ),
-    row(
-        Op.UPDATE,
-        Observed.UNREADABLE,
-        _SENT,
-        Outcome.DIRTY,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RUN: the model is in pieces; start, EMPTY finish, load serves exactly the new weights",
-    ),
+    *VLLM_ROWS,
     row(
         Op.UPDATE,
         Observed.REJECTED,
@@ -99,42 +72,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN: it goes on loading; what is asked of its engine next comes after it",
     ),
-    row(
-        Op.CLOSE,
-        Observed.DONE,
-        _SENT,
-        Outcome.DIRTY,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: it has loaded all, and was not labelled",
-    ),
-    row(
-        Op.READ,
-        None,
-        _HELD,
-        Outcome.COMMITTED,
-        Evidence.OWN_LABEL,
-        _REPUBLISH,
-        "RUN: it is labelled after the load has answered; paused until it serves with the others",
-    ),
-    row(
-        Op.PROBE,
-        Observed.DONE,
-        _HELD,
-        Outcome.COMMITTED,
-        Evidence.OWN_LABEL,
-        None,
-        "RUN: it serves exactly the new weights",
-    ),
-    row(
-        Op.PROBE,
-        Observed.DIFFERS,
-        _HELD,
-        Outcome.DIRTY,
-        Evidence.OTHER_SCORES,
-        _REPUBLISH,
-        "RUN: the next load makes its scores right",
-    ),
+    *LOAD_ROWS,
 )
 
 _VERDICTS: Mapping[Seen, Verdict] = verdicts_of(ROWS)

@@ -16,7 +16,7 @@ from genapi.providers.base import WorkerFacts
 from genapi.providers.sglang.admin import SGLangAdmin
 from genapi.providers.sglang.verdicts import answer_of
 from genapi.providers.shapes.answers import unreadable
-from genapi.providers.shapes.loads import WholeLoad
+from genapi.providers.shapes.loads import LOAD_ROWS, WholeLoad
 from genapi.publication.evidence import (
     Answer,
     Observed,
@@ -36,7 +36,7 @@ from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "SGLangFiles")
 
-_BEFORE, _SENT, _HELD = Reached.NOT_BEGUN, Reached.SENT, Reached.HELD
+_BEFORE, _SENT = Reached.NOT_BEGUN, Reached.SENT
 _REPUBLISH = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
@@ -81,33 +81,7 @@ ROWS: tuple[Row, ...] = (
         "RUN: it goes on loading, or goes down with what it cannot load; what is asked next comes "
         "after it",
     ),
-    row(
-        Op.CLOSE,
-        Observed.DONE,
-        _SENT,
-        Outcome.DIRTY,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: it has loaded all, and was not labelled",
-    ),
-    row(
-        Op.READ,
-        None,
-        _HELD,
-        Outcome.COMMITTED,
-        Evidence.OWN_LABEL,
-        _REPUBLISH,
-        "RUN: it is labelled after the load has answered; paused until it serves with the others",
-    ),
-    row(
-        Op.PROBE,
-        Observed.DONE,
-        _HELD,
-        Outcome.COMMITTED,
-        Evidence.OWN_LABEL,
-        None,
-        "RUN: it serves exactly the new weights",
-    ),
+    *LOAD_ROWS,
     row(
         Op.READ,
         Observed.DIFFERS,
@@ -116,15 +90,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_CHECKSUM,
         _REPUBLISH,
         "READ: a load replaces every parameter that the files have",
-    ),
-    row(
-        Op.PROBE,
-        Observed.DIFFERS,
-        _HELD,
-        Outcome.DIRTY,
-        Evidence.OTHER_SCORES,
-        _REPUBLISH,
-        "RUN: the next load makes its scores right",
     ),
 )
 

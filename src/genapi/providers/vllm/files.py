@@ -15,7 +15,7 @@ from typing import Any
 
 from genapi.providers.base import WorkerFacts
 from genapi.providers.shapes.answers import in_need_of_sessions, unreadable
-from genapi.providers.shapes.loads import WholeLoad
+from genapi.providers.shapes.loads import LOAD_ROWS, VLLM_ROWS, WholeLoad
 from genapi.providers.vllm.admin import VLLMAdmin
 from genapi.providers.vllm.verdicts import answer_of
 from genapi.publication.evidence import (
@@ -37,40 +37,14 @@ from genapi.wire.http import HTTPCall, json_body
 
 __all__ = ("ROWS", "VLLMFiles")
 
-_BEFORE, _SENT, _HELD = Reached.NOT_BEGUN, Reached.SENT, Reached.HELD
+_SENT = Reached.SENT
 _REPUBLISH = Recovery.REPUBLISH
 _CLOSE = Recovery.CLOSE_THEN_REPUBLISH
 _RESTART = Recovery.RESTART_THEN_PUBLISH
 
 ROWS: tuple[Row, ...] = (
     *FILE_RULES,
-    row(
-        Op.HEAL,
-        Observed.REFUSED,
-        _BEFORE,
-        Outcome.UNKNOWN,
-        Evidence.REJECTED,
-        _RESTART,
-        "RUN: without --weight-transfer-config nothing closes what a failed load left",
-    ),
-    row(
-        Op.HEAL,
-        Observed.REJECTED,
-        _BEFORE,
-        Outcome.DIRTY,
-        Evidence.REJECTED,
-        _RESTART,
-        "RUN: finishing replays a tensor that was rejected earlier, and leaves a session open",
-    ),
-    row(
-        Op.UPDATE,
-        Observed.UNREADABLE,
-        _SENT,
-        Outcome.DIRTY,
-        Evidence.REJECTED,
-        _CLOSE,
-        "RUN: the model is in pieces; start, EMPTY finish, load serves exactly the new weights",
-    ),
+    *VLLM_ROWS,
     row(
         Op.UPDATE,
         Observed.REJECTED,
@@ -90,33 +64,7 @@ ROWS: tuple[Row, ...] = (
         _CLOSE,
         "RUN: it goes on loading; what is asked next comes after it",
     ),
-    row(
-        Op.CLOSE,
-        Observed.DONE,
-        _SENT,
-        Outcome.DIRTY,
-        Evidence.OTHER_LABEL,
-        _REPUBLISH,
-        "RUN: it has loaded all, and was not labelled",
-    ),
-    row(
-        Op.READ,
-        None,
-        _HELD,
-        Outcome.COMMITTED,
-        Evidence.OWN_LABEL,
-        _REPUBLISH,
-        "RUN: it is labelled after the load has answered; paused until it serves with the others",
-    ),
-    row(
-        Op.PROBE,
-        Observed.DONE,
-        _HELD,
-        Outcome.COMMITTED,
-        Evidence.OWN_LABEL,
-        None,
-        "RUN: it serves exactly the new weights",
-    ),
+    *LOAD_ROWS,
     row(
         Op.READ,
         Observed.DIFFERS,
@@ -125,15 +73,6 @@ ROWS: tuple[Row, ...] = (
         Evidence.OTHER_CHECKSUM,
         _REPUBLISH,
         "READ: a load replaces every parameter that the files have",
-    ),
-    row(
-        Op.PROBE,
-        Observed.DIFFERS,
-        _HELD,
-        Outcome.DIRTY,
-        Evidence.OTHER_SCORES,
-        _REPUBLISH,
-        "RUN: the next load makes its scores right",
     ),
 )
 
