@@ -151,6 +151,28 @@ async def failed(p: WeightPublisher, step: int) -> PublishReport:
     return report
 
 
+async def cancelled(
+    r: Rig, p: WeightPublisher, step: int, *, when: Callable[[Event], bool]
+) -> None:
+    with anyio.CancelScope() as scope:
+
+        def cancel(event: Event) -> None:
+            if when(event):
+                scope.cancel()
+
+        r.on = cancel
+        await p.publish(step, source(step))
+    r.on = lambda _event: None
+
+
+def is_written(event: Event) -> bool:
+    return isinstance(event, SenderProgress) and event.what == "written"
+
+
+def is_begun(event: Event) -> bool:
+    return isinstance(event, PhaseStarted) and event.phase == "begin"
+
+
 async def test_every_worker_serves_the_weights_of_the_files_under_the_published_version(
     protocol: str, tmp_path: pathlib.Path
 ) -> None:
@@ -319,15 +341,7 @@ async def test_a_publication_cancelled_while_it_writes_leaves_nothing_and_pauses
     protocol: str, tmp_path: pathlib.Path
 ) -> None:
     async with rig(protocol) as r, publisher(r, Filesystem(tmp_path, bucket_tensors=1)) as p:
-        with anyio.CancelScope() as scope:
-
-            def cancel(event: Event) -> None:
-                if isinstance(event, SenderProgress) and event.what == "written":
-                    scope.cancel()
-
-            r.on = cancel
-            await p.publish(1, source(1))
-        r.on = lambda _event: None
+        await cancelled(r, p, 1, when=is_written)
         assert versions(tmp_path) == []
         assert "pause" not in r.phases
         assert (await p.publish(2, source(2))).committed
@@ -338,15 +352,7 @@ async def test_a_publication_cancelled_before_a_load_leaves_workers_that_hold_th
 ) -> None:
     async with rig(protocol) as r, publisher(r, Filesystem(tmp_path)) as p:
         await p.publish(1, source(1))
-        with anyio.CancelScope() as scope:
-
-            def cancel(event: Event) -> None:
-                if isinstance(event, PhaseStarted) and event.phase == "begin":
-                    scope.cancel()
-
-            r.on = cancel
-            await p.publish(2, source(2))
-        r.on = lambda _event: None
+        await cancelled(r, p, 2, when=is_begun)
         report = p.last_report
         assert report is not None
         assert [x.outcome for x in report.receipts] == [Outcome.UNTOUCHED] * 2
@@ -366,15 +372,7 @@ async def test_attempts_that_told_nobody_to_load_leave_no_files(
             report = await failed(p, step)
             assert [x.outcome for x in report.receipts] == [Outcome.UNTOUCHED] * 2
             assert versions(tmp_path) == ["r-1-1"]
-        with anyio.CancelScope() as scope:
-
-            def cancel(event: Event) -> None:
-                if isinstance(event, PhaseStarted) and event.phase == "begin":
-                    scope.cancel()
-
-            r.on = cancel
-            await p.publish(4, source(4))
-        r.on = lambda _event: None
+        await cancelled(r, p, 4, when=is_begun)
         assert versions(tmp_path) == ["r-1-1"]
         assert (await p.publish(4, source(4))).committed
         assert versions(tmp_path) == ["r-1-1", "r-4-2"]
